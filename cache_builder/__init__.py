@@ -1,0 +1,1 @@
+"""Stage one: run the target over a dataset and write its hidden states to a cache."""

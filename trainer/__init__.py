@@ -1,0 +1,1 @@
+"""Stage two: train a DFlash drafter from a cache, without the target."""
