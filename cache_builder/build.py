@@ -1,0 +1,331 @@
+"""Building a cache: plan, capture what is missing, publish. Resuming and extending are the same."""
+
+import logging
+import shutil
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from cache_builder.capture import Timing
+from cache_builder.commit import committed_shards, discard_uncommitted, publish
+from cache_builder.config import BuildConfig
+from cache_builder.corpus import read_corpus
+from cache_builder.decoder import default_layer_ids
+from cache_builder.lock import builder_lock
+from cache_builder.plan import Plan, PlanWriter, find_plans, next_plan_id
+from cache_builder.pool import Events, Outcome, run_inline, run_processes
+from cache_builder.sources import find_files
+from cache_builder.target import describe_target, load_config, resolve_target
+from cache_builder.template import ChatTemplate
+from cache_builder.tokens import describe_tokens, load_template
+from cache_builder.worker import Job, Prepared
+from shared import config as configs
+from shared.cache import (
+    CALIBRATIONS,
+    DESCRIPTION,
+    FORMAT,
+    GENERATIONS,
+    PLANS,
+    RECORDS,
+    TARGET,
+    WIP,
+    Cache,
+    read_description,
+)
+from shared.codec import PRESETS, check_chunk_bytes
+from shared.errors import CaptureError, DataError
+from shared.files import (
+    canonical_json,
+    sha256_bytes,
+    sha256_file,
+    write_json,
+    writing,
+)
+from shared.manifest import Manifest, ShardRecord
+from shared.shard import GROUP
+from shared.spec import CaptureSpec
+from shared.storage import LocalStorage
+
+logger = logging.getLogger(__name__)
+
+_TARGET_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BuildReport:
+    """What one build did."""
+
+    manifest: Manifest
+    plan: Plan
+    num_new_shards: int
+    seconds: float
+
+
+def build(config: BuildConfig) -> BuildReport:
+    """Build, resume or extend the cache that `config` describes.
+
+    Raises:
+        CacheIncompatibleError: the cache there was built with other settings.
+        CacheLockedError: another builder is at work on it.
+        CaptureError: shards are missing at the end; what is committed is kept.
+    """
+    started = time.perf_counter()
+    target_path = resolve_target(config.target)
+    template = load_template(target_path, config.data)
+    spec = describe_capture(config, target_path, template)
+    path = config.cache.path
+    with writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+    with builder_lock(path):
+        prepared = _open_or_create(path, spec)
+        plan = find_or_make_plan(config, spec, template)
+        leftovers = discard_uncommitted(path)
+        if leftovers:
+            logger.info("discarded %d shards that were never committed", leftovers)
+        done = committed_shards(path)
+        todo = [shard_id for shard_id in plan.shard_ids if shard_id not in done]
+        logger.info(
+            "plan %s: %d samples, %d tokens, %d shards, %d to capture",
+            plan.plan_id,
+            len(plan),
+            plan.num_tokens,
+            len(plan.shard_ids),
+            len(todo),
+        )
+        if todo or prepared is None:
+            job = Job(
+                cache=path,
+                plan=plan.directory,
+                spec=spec,
+                target_path=target_path,
+                target=config.target,
+                batch_tokens=config.capture.batch_tokens,
+            )
+            _capture(config, job, plan, todo, prepared)
+        manifest = publish(path, spec)
+        _require_complete(config, plan, path)
+    Cache(path)  # a reader must be able to open what was published
+    return BuildReport(manifest, plan, len(todo), time.perf_counter() - started)
+
+
+def describe_capture(config: BuildConfig, target_path: Path, template: ChatTemplate) -> CaptureSpec:
+    """Everything that decides what will be stored.
+
+    Raises:
+        TargetError: a tap is out of range.
+    """
+    target = describe_target(target_path, config.target)
+    layer_ids = config.capture.target_layer_ids or default_layer_ids(
+        target.num_layers, config.capture.num_layers
+    )
+    codec = PRESETS[config.codec.preset]
+    check_chunk_bytes(codec, len(layer_ids), target.hidden_size)
+    tokens = describe_tokens(target_path, config.data, template, load_config(target_path))
+    try:
+        return CaptureSpec(
+            target=target, tokens=tokens, target_layer_ids=layer_ids, codec=codec.to_dict()
+        )
+    except ValueError as error:
+        raise DataError(f"capture: {error}") from None
+
+
+def find_or_make_plan(config: BuildConfig, spec: CaptureSpec, template: ChatTemplate) -> Plan:
+    """The plan for these data: the one on disk if they have not changed, else a new one.
+
+    A new plan holds the samples that are not committed yet.
+
+    Raises:
+        DataError: the data cannot be used.
+    """
+    plans = config.cache.path / PLANS
+    sources = config.data.tagged_sources
+    files = [(source.tag, file) for source in sources for file in find_files(source.path)]
+    key = sha256_bytes(
+        canonical_json(
+            {
+                "fingerprint": spec.fingerprint,
+                "data": configs.to_dict(replace(config.data, sources=("-",))),
+                "files": [[tag, sha256_file(file)] for tag, file in files],
+                "shard_mib": config.plan.shard_mib,
+            }
+        )
+    )
+    for directory in reversed(find_plans(plans)):
+        plan = Plan(directory)
+        if plan.key == key:
+            return plan
+    known = _committed_samples(config.cache.path)
+    corpus = read_corpus(
+        sources,
+        template,
+        vocab_size=spec.target.vocab_size,
+        max_length=config.data.max_length,
+        truncation=config.data.truncation,
+        cut_off_answers=config.data.cut_off_answers,
+        on_bad_row=config.data.on_bad_row,
+        supervise_text=config.data.supervise_text,
+    )
+    writer = PlanWriter(plans, next_plan_id(plans))
+    try:
+        num_known = 0
+        for sample in tqdm(corpus, desc="tokenize", unit="sample", disable=None):
+            if bytes.fromhex(sample.sample_id) in known:
+                num_known += 1
+            else:
+                writer.add(sample)
+        report = configs.to_dict(corpus.report)
+        logger.info("%s", corpus.report)
+        logger.info("%d samples are new, %d are in the cache already", len(writer), num_known)
+        return writer.commit(
+            key=key,
+            shard_tokens=max(1, config.plan.shard_mib * 2**20 // spec.raw_bytes_per_token),
+            report={**report, "already_cached": num_known},
+        )
+    finally:
+        writer.discard()
+
+
+def _committed_samples(path: Path) -> set[bytes]:
+    """Ids of the samples that are in the cache, published or not."""
+    if not committed_shards(path):
+        return set()
+    spec = CaptureSpec.from_dict(read_description(LocalStorage(path))["spec"], str(path))
+    publish(path, spec)
+    return {row.tobytes() for row in Cache(path).index.sample_ids}
+
+
+def _open_or_create(path: Path, spec: CaptureSpec) -> Prepared | None:
+    """Check the cache at `path` against `spec`; None if it must still be prepared."""
+    storage = LocalStorage(path)
+    if storage.exists(DESCRIPTION):
+        description = read_description(storage)
+        stored = CaptureSpec.from_dict(description["spec"], f"{path}/{DESCRIPTION}")
+        spec.require_equal(stored, str(path))
+        return Prepared(description["head_sha256"], description["calibration"])
+    foreign = [p.name for p in path.iterdir() if p.name not in _OWN_NAMES]
+    if foreign:
+        raise DataError(
+            f"{path}: not a cache and not empty (it has {', '.join(sorted(foreign)[:8])}). "
+            "Choose an empty directory."
+        )
+    with writing(path):
+        for name in (PLANS, RECORDS, GENERATIONS, CALIBRATIONS, WIP, TARGET, GROUP):
+            (path / name).mkdir(exist_ok=True)
+        write_json(
+            path / GROUP / "zarr.json",
+            {"zarr_format": 3, "node_type": "group", "attributes": {"format": FORMAT}},
+        )
+    return None
+
+
+_OWN_NAMES = {
+    *(PLANS, RECORDS, GENERATIONS, CALIBRATIONS, WIP, TARGET, GROUP),
+    *("builder.lock", "workers.lock", "head.safetensors"),
+}
+
+
+def _capture(
+    config: BuildConfig, job: Job, plan: Plan, todo: list[str], prepared: Prepared | None
+) -> None:
+    devices = pick_devices(config)
+    total = sum(int(plan.lengths(plan.shard_positions(shard_id)).sum()) for shard_id in todo)
+    logger.info("capturing %d tokens on %s", total, ", ".join(devices))
+    with tqdm(total=total, desc="capture", unit="tok", unit_scale=True, disable=None) as bar:
+        events = Events(
+            on_prepared=lambda ready: _describe_cache(job, ready),
+            on_progress=lambda name, tokens: bar.update(tokens) and None,
+            on_committed=lambda name, record, timing: _log_shard(name, record, timing, job.spec),
+        )
+        if len(devices) == 1:
+            outcome = run_inline(job, devices[0], todo, prepared, events)
+        else:
+            outcome = run_processes(job, devices, todo, prepared, events)
+    _report_missing(outcome, plan)
+
+
+def _describe_cache(job: Job, prepared: Prepared) -> None:
+    """Write `cache.json`: from now on this directory is a cache of this fingerprint."""
+    with writing(job.cache):
+        for name in _TARGET_FILES:
+            if (job.target_path / name).is_file():
+                shutil.copyfile(job.target_path / name, job.cache / TARGET / name)
+    write_json(
+        job.cache / DESCRIPTION,
+        {
+            "format": FORMAT,
+            "format_version": job.spec.format_version,
+            "fingerprint": job.spec.fingerprint,
+            "spec": job.spec.to_dict(),
+            "head_sha256": prepared.head_sha256,
+            "calibration": prepared.calibration,
+            "target_name": job.target.path,
+            "target_revision": job.target.revision,
+        },
+    )
+
+
+def pick_devices(config: BuildConfig) -> list[str]:
+    """One entry per worker process."""
+    devices = config.workers.devices
+    if devices == "auto":
+        names = [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
+    else:
+        names = ["cpu"] if devices == "cpu" else list(devices)
+    count = config.workers.num_workers or len(names)
+    return [names[i % len(names)] for i in range(count)]
+
+
+def _log_shard(name: str, record: ShardRecord, timing: Timing, spec: CaptureSpec) -> None:
+    per_token = record.stored_bytes / max(record.num_tokens, 1)
+    logger.info(
+        "%s: shard %s, %d samples, %d tokens, %.0f bytes/token (%.3f of bf16), %.0f tokens/s, "
+        "forward %.0f %%, pack %.0f %%, waited for the writer %.0f %%",
+        name,
+        record.shard_id,
+        record.num_samples,
+        record.num_tokens,
+        per_token,
+        per_token / spec.raw_bytes_per_token,
+        record.num_tokens / timing.total,
+        100 * timing.forward / timing.total,
+        100 * timing.pack / timing.total,
+        100 * timing.wait / timing.total,
+    )
+
+
+def _report_missing(outcome: Outcome, plan: Plan) -> None:
+    if not outcome.missing:
+        return
+    samples = sum(len(plan.shard_positions(shard_id)) for shard_id in outcome.missing)
+    reasons = "; ".join(f"{shard_id}: {reason}" for shard_id, reason in outcome.missing.items())
+    raise CaptureError(
+        f"{len(outcome.missing)} shards with {samples} samples were not captured ({reasons}). "
+        "What is committed is kept: run the same command again."
+    )
+
+
+def _require_complete(config: BuildConfig, plan: Plan, path: Path) -> None:
+    """Fail if more samples were quarantined than the configuration allows."""
+    cache = Cache(path)
+    quarantined: dict[str, Any] = {}
+    for shard_id in plan.shard_ids:
+        quarantined |= cache.record(shard_id).quarantined
+    if len(quarantined) > config.capture.max_quarantined_fraction * len(plan):
+        examples = "; ".join(f"{key}: {why}" for key, why in list(quarantined.items())[:8])
+        raise CaptureError(
+            f"{path}: {len(quarantined)} of {len(plan)} samples have unusable states ({examples}). "
+            f"More than capture.max_quarantined_fraction allows "
+            f"({config.capture.max_quarantined_fraction:g})."
+        )

@@ -1,0 +1,64 @@
+"""The command line of stage one."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from cache_builder.config import BuildConfig
+from shared import cli, config
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Run a target model over a dataset and store its hidden states in a cache.
+
+    \b
+    A cache, from nothing or from where it stopped, and a look at it:
+      cache-builder build --config cache.toml
+      cache-builder inspect CACHE
+      cache-builder verify CACHE --deep
+    """
+
+
+@main.command()
+@cli.config_options
+@click.option("--workers", type=click.IntRange(min=1), help="Processes; default: one per GPU.")
+def build(path: Path, overrides: tuple[str, ...], workers: int | None) -> None:
+    """Build a cache; or resume it, or add what is new in the data.
+
+    Stopped at any moment, the same command goes on from the shards that are committed. Building
+    again with more data captures only the samples that are new.
+    """
+    from cache_builder.build import build as build_cache
+    from cache_builder.inspect import inspect_cache, rows
+
+    settings = config.load(BuildConfig, path, overrides)
+    if workers is not None:
+        settings = replace(settings, workers=replace(settings.workers, num_workers=workers))
+    build_cache(settings)
+    cli.print_table(rows(inspect_cache(settings.cache.path)))
+
+
+@main.command()
+@click.argument("cache", type=click.Path(path_type=Path))
+@cli.json_option
+def inspect(cache: Path, as_json: bool) -> None:
+    """What is in a cache: fingerprint, counts, bytes, lengths, layers."""
+    from cache_builder.inspect import inspect_cache, rows
+
+    facts = inspect_cache(cache)
+    if as_json:
+        cli.print_json(facts)
+    else:
+        cli.print_table(rows(facts))
+
+
+@main.command("convert-gguf")
+@click.argument("gguf", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+def convert_gguf(gguf: Path, out: Path) -> None:
+    """Convert the model in a GGUF file to a Hugging Face directory, once."""
+    from cache_builder.gguf import convert_gguf as convert
+
+    convert(gguf, out)

@@ -1,0 +1,129 @@
+"""The configuration of one cache, one frozen dataclass per concern.
+
+A default is written here and nowhere else.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheConfig:
+    path: Path
+    """Directory of the cache. Building again into it adds what is new."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TargetConfig:
+    path: str
+    """Directory in Hugging Face format, or the name of a model on the hub."""
+
+    revision: str | None = None
+    """Commit of a hub model; unset takes the newest and records it."""
+
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of weights and computation. Never float16: massive activations leave its range."""
+
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceConfig:
+    path: str
+    """A file, a glob, or a directory of *.jsonl or *.jsonl.gz."""
+
+    tag: str = ""
+    """Name by which the trainer can select these samples; empty takes each row's `source`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    sources: tuple[SourceConfig | str, ...]
+    """Tables with `path` and `tag`, or plain paths."""
+
+    max_length: int
+    """Tokens of one sample at most."""
+
+    truncation: Literal["cut", "drop"] = "cut"
+    """What happens to a longer sample. Either is counted."""
+
+    cut_off_answers: Literal["keep", "drop"] = "keep"
+    """Answers that hit the token limit when generated. Kept, they get no end-of-turn token."""
+
+    on_bad_row: Literal["count", "stop"] = "count"
+    """Rows without a usable conversation: counted by reason, or an error."""
+
+    supervise_text: bool = False
+    """Use rows of plain text, with every token supervised. Nothing in them is the target's own."""
+
+    template_arguments: dict[str, bool | int | str] = field(default_factory=dict)
+    """Arguments of the chat template, for example `enable_thinking = false`."""
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise ValueError("sources must name at least one file, glob or directory")
+        if self.max_length < 2:
+            raise ValueError(f"max_length must be at least 2, got {self.max_length}")
+
+    @property
+    def tagged_sources(self) -> list[SourceConfig]:
+        return [SourceConfig(path=s) if isinstance(s, str) else s for s in self.sources]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CodecConfig:
+    preset: Literal["lossless", "balanced"] = "balanced"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CaptureConfig:
+    target_layer_ids: tuple[int, ...] = ()
+    """Decoder blocks to store, 0-based; empty takes `num_layers` by the DFlash rule."""
+
+    num_layers: int = 5
+    batch_tokens: int = 16384
+    """Tokens of one forward, padding included. One longer sample goes alone."""
+
+    max_quarantined_fraction: float = 0.001
+    """Share of samples with unusable states above which the build fails."""
+
+    def __post_init__(self) -> None:
+        if self.num_layers <= 0 or self.batch_tokens <= 0:
+            raise ValueError("num_layers and batch_tokens must be positive")
+        if not 0.0 <= self.max_quarantined_fraction <= 1.0:
+            raise ValueError("max_quarantined_fraction must be in [0, 1]")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanConfig:
+    shard_mib: int = 2048
+    """Raw bfloat16 states in one shard, MiB. Stored it is a third to two thirds of that."""
+
+    def __post_init__(self) -> None:
+        if self.shard_mib <= 0:
+            raise ValueError(f"shard_mib must be positive, got {self.shard_mib}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkersConfig:
+    devices: Literal["auto", "cpu"] | tuple[str, ...] = "auto"
+    """`auto`: one worker per GPU, or the CPU. Or a list such as ["cuda:0", "cuda:1"]."""
+
+    num_workers: int = 0
+    """Processes; 0 takes one per device. One worker runs inside the calling process."""
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 0:
+            raise ValueError(f"num_workers must not be negative, got {self.num_workers}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuildConfig:
+    cache: CacheConfig
+    target: TargetConfig
+    data: DataConfig
+    codec: CodecConfig = field(default_factory=CodecConfig)
+    capture: CaptureConfig = field(default_factory=CaptureConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    workers: WorkersConfig = field(default_factory=WorkersConfig)

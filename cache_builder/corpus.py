@@ -1,0 +1,242 @@
+"""The dataset as tokenized samples, one at a time, with an account of every row.
+
+A row that cannot be used is dropped under a named reason, counted, and its place remembered.
+Memory does not grow with the dataset but for 16 bytes of identity per sample.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from cache_builder.config import SourceConfig
+from cache_builder.conversation import (
+    Conversation,
+    Drop,
+    DropReason,
+    PlainText,
+    Pretokenized,
+    RowRefusedError,
+)
+from cache_builder.record import parse_record
+from cache_builder.report import MAX_EXAMPLES, CorpusReport, Tally
+from cache_builder.sources import find_files, read_rows
+from cache_builder.template import ChatTemplate, MaskedTokens
+from shared.errors import DataError
+from shared.files import sha256_file
+
+SAMPLE_ID_BYTES = 16
+MAX_ID = 2**31 - 1
+
+CHOSEN_DROPS = frozenset({DropReason.TOO_LONG, DropReason.CUT_OFF, DropReason.DUPLICATE})
+"""Drops that the configuration asks for: no fault of the row."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenizedSample:
+    token_ids: npt.NDArray[np.int32]
+    """int32 [S]."""
+
+    loss_mask: npt.NDArray[np.uint8]
+    """uint8 [S]: 1 where the target generated the token."""
+
+    source: str
+    file: str
+    row: int
+    """Line of `file`, from 1."""
+
+    generated_by: str | None
+    """The model that wrote the answers, as the record says."""
+
+    @cached_property
+    def sample_id(self) -> str:
+        """Identity of the sample, 16 bytes in hex: a hash of ids and mask, and of nothing else."""
+        digest = hashlib.sha256(b"draftcache.sample.1\0")
+        digest.update(self.token_ids.astype("<i4").tobytes())
+        digest.update(self.loss_mask.astype("u1").tobytes())
+        return digest.digest()[:SAMPLE_ID_BYTES].hex()
+
+    @cached_property
+    def split_key(self) -> int:
+        """A uint64 that samples with the same first prompt share.
+
+        A held-out split by it keeps all answers to one prompt on one side. Where the prompt has
+        fewer than two tokens (plain text has none), the whole sample counts.
+        """
+        first = int(np.argmax(self.loss_mask)) if self.loss_mask.any() else len(self.token_ids)
+        ids = self.token_ids[:first] if first >= 2 else self.token_ids
+        digest = hashlib.sha256(b"draftcache.split.1\0" + ids.astype("<i4").tobytes())
+        return int.from_bytes(digest.digest()[:8], "little")
+
+
+class CorpusReader(Iterator[TokenizedSample]):
+    """Yields samples. `report` accounts for the rows read so far."""
+
+    def __init__(self, samples: Iterator[TokenizedSample], tally: Tally) -> None:
+        self._samples = samples
+        self._tally = tally
+
+    def __next__(self) -> TokenizedSample:
+        return next(self._samples)
+
+    @property
+    def report(self) -> CorpusReport:
+        return self._tally.report()
+
+
+def read_corpus(
+    sources: Sequence[SourceConfig],
+    template: ChatTemplate,
+    *,
+    vocab_size: int,
+    max_length: int,
+    truncation: Literal["cut", "drop"],
+    cut_off_answers: Literal["keep", "drop"],
+    on_bad_row: Literal["count", "stop"],
+    supervise_text: bool,
+) -> CorpusReader:
+    """The samples of `sources` in order of files and rows, each identity once.
+
+    Rows of plain text are used, with every token but the first supervised, only where
+    `supervise_text` says so: nothing in them shows what the target would generate.
+
+    Raises:
+        DataError: a source names no file. While reading: a line is not JSON, a row cannot be used
+            and `on_bad_row` is `stop`, or no row at all can be used.
+    """
+    if max_length < 2:
+        raise ValueError(f"max_length must be at least 2, got {max_length}")
+    files = [(source, file) for source in sources for file in find_files(source.path)]
+    tally = Tally()
+    seen: set[bytes] = set()
+
+    def read(row: Any, source: SourceConfig, file: Path, number: int) -> TokenizedSample:
+        record = parse_record(row)
+        if isinstance(record, Drop):
+            raise RowRefusedError(record.reason, record.detail)
+        tally.totals["num_cut_off"] += record.is_cut_off
+        if record.is_cut_off and cut_off_answers == "drop":
+            raise RowRefusedError(DropReason.CUT_OFF, "the answer hit the token limit")
+        tokens = _tokenize(record, template, supervise_text)
+        _check_ids(tokens.token_ids, template.bos_id, vocab_size)
+        is_longer = len(tokens.token_ids) > max_length
+        if is_longer and truncation == "drop":
+            raise RowRefusedError(
+                DropReason.TOO_LONG, f"{len(tokens.token_ids)} tokens, at most {max_length}"
+            )
+        sample = TokenizedSample(
+            tokens.token_ids[:max_length].astype(np.int32),
+            tokens.loss_mask[:max_length],
+            source=source.tag or record.source or file.name.partition(".")[0],
+            file=str(file),
+            row=number,
+            generated_by=record.generated_by,
+        )
+        _check_supervision(sample, is_truncated=is_longer)
+        if (identity := bytes.fromhex(sample.sample_id)) in seen:
+            raise RowRefusedError(DropReason.DUPLICATE, f"sample {sample.sample_id}")
+        seen.add(identity)
+        tally.keep(
+            source=sample.source,
+            generated_by=sample.generated_by,
+            num_tokens=len(sample.token_ids),
+            num_supervised_tokens=int(sample.loss_mask.sum()),
+            num_truncated=is_longer,
+            num_straddling_tokens=tokens.num_straddling,
+            num_unthinking=tokens.num_unthinking,
+            num_unsupervised_turns=tokens.num_unsupervised_turns,
+        )
+        return sample
+
+    def samples() -> Iterator[TokenizedSample]:
+        for source, file in files:
+            for number, row in read_rows(file):
+                tally.totals["num_rows"] += 1
+                try:
+                    sample = read(row, source, file, number)
+                except RowRefusedError as error:
+                    place = f"{file}:{number}: {error.drop.detail}"
+                    tally.drop(error.drop.reason, place)
+                    if on_bad_row == "stop" and error.drop.reason not in CHOSEN_DROPS:
+                        raise DataError(
+                            f"{file}:{number}: {error.drop.reason}: {error.drop.detail}. Fix or "
+                            'delete the row, or set data.on_bad_row = "count".'
+                        ) from error
+                    continue
+                yield sample
+        _check_not_empty(tally.report(), [str(file) for _, file in files])
+
+    return CorpusReader(samples(), tally)
+
+
+def _tokenize(
+    record: Conversation | PlainText | Pretokenized, template: ChatTemplate, supervise_text: bool
+) -> MaskedTokens:
+    tokens: MaskedTokens | Drop
+    match record:
+        case Conversation():
+            tokens = template.tokenize(record)
+        case PlainText() if supervise_text:
+            tokens = template.tokenize_text(record.text)
+        case PlainText():
+            tokens = Drop(
+                DropReason.MASK_NOT_PROVABLE,
+                "plain text does not show what the target would generate",
+            )
+        case Pretokenized():
+            # Ids beyond int32 are out of range for any target; clipped, they still are.
+            ids = [max(-1, min(value, MAX_ID)) for value in record.token_ids]
+            tokens = MaskedTokens(np.array(ids, np.int32), np.array(record.loss_mask, np.uint8))
+    if isinstance(tokens, Drop):
+        raise RowRefusedError(tokens.reason, tokens.detail)
+    return tokens
+
+
+def _check_ids(ids: npt.NDArray[np.int32], bos_id: int | None, vocab_size: int) -> None:
+    if len(outside := np.flatnonzero((ids < 0) | (ids >= vocab_size))):
+        raise RowRefusedError(
+            DropReason.ID_OUT_OF_RANGE,
+            f"id {ids[outside[0]]} at position {outside[0]}, expected 0 to {vocab_size - 1}",
+        )
+    if bos_id is not None and ids[:2].tolist() == [bos_id, bos_id]:
+        raise RowRefusedError(DropReason.DOUBLE_BOS, f"begin token {bos_id} twice at the start")
+
+
+def _check_supervision(sample: TokenizedSample, *, is_truncated: bool) -> None:
+    """A block is drafted from a supervised token to the supervised ones behind it: two at least."""
+    mask = sample.loss_mask
+    if not (mask[:-1] & mask[1:]).any():
+        raise RowRefusedError(
+            DropReason.TRUNCATED_WITHOUT_SUPERVISION if is_truncated else DropReason.TOO_SHORT,
+            f"no two adjacent supervised tokens in {len(mask)}",
+        )
+
+
+def _check_not_empty(report: CorpusReport, files: Sequence[str]) -> None:
+    if report.num_kept:
+        return
+    names = ", ".join(files[:MAX_EXAMPLES])
+    if not report.num_rows:
+        raise DataError(f"{names}: no rows. Expected one conversation per line as a JSON object.")
+    reasons = "; ".join(
+        f"{dropped.count} {reason} ({dropped.examples[0]})"
+        for reason, dropped in report.dropped.items()
+    )
+    raise DataError(f"{names}: none of {report.num_rows} rows can be used: {reasons}.")
+
+
+def source_digest(path: Path) -> str:
+    """sha256 of a file of the dataset, in hex.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    try:
+        return sha256_file(path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}).") from error

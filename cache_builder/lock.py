@@ -1,0 +1,73 @@
+"""One builder per cache. Locks of processes that died are gone with them."""
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from shared.errors import CacheLockedError
+from shared.files import writing
+
+_BUILDER = "builder.lock"
+_WORKERS = "workers.lock"
+_ORPHAN_SECONDS = 30.0
+"""How long a new builder waits for workers whose own builder was killed."""
+
+
+@contextmanager
+def builder_lock(cache: Path) -> Iterator[None]:
+    """Hold the cache against other builders.
+
+    Raises:
+        CacheLockedError: another builder, or a worker that outlived its builder, is at work.
+    """
+    with writing(cache):
+        descriptor = os.open(cache / _BUILDER, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        if not _try_lock(descriptor, fcntl.LOCK_EX):
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+            raise CacheLockedError(
+                f"{cache}: another builder is at work ({holder or 'unknown'}). Wait for it, or "
+                "stop it; its lock goes with its process."
+            )
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
+        _wait_for_orphans(cache)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def worker_lock(cache: Path) -> Iterator[None]:
+    """Held by each worker process, so that a later builder can see that it still writes."""
+    descriptor = os.open(cache / _WORKERS, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _wait_for_orphans(cache: Path) -> None:
+    descriptor = os.open(cache / _WORKERS, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        deadline = time.monotonic() + _ORPHAN_SECONDS
+        while not _try_lock(descriptor, fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                raise CacheLockedError(
+                    f"{cache}: workers of a builder that was killed still write. Stop them."
+                )
+            time.sleep(0.1)
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int, kind: int) -> bool:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,259 @@
+"""What one build adds to a cache: its samples, its shards, and the micro-batches of each.
+
+A plan is written once, before anything is captured, and never changed; a resumed build reads it
+back. Samples are planned by id, so that no order, rank or count of workers can lose one.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from cache_builder.corpus import TokenizedSample
+from shared.errors import CacheError
+from shared.files import commit_directory, read_json, remove_tree, sha256_file, write_json, writing
+from shared.shard import SAMPLE_ID_BYTES
+
+_DESCRIPTION = "plan.json"
+_TOKENS = "token_ids.i32"
+_MASK = "loss_mask.u8"
+_SAMPLES = "samples.safetensors"
+
+_ARRAYS: dict[str, Any] = {
+    "sample_ids": np.uint8,
+    "split_keys": np.uint64,
+    "num_tokens": np.int32,
+    "offset": np.int64,
+    "source": np.int16,
+    "file": np.int32,
+    "source_row": np.int64,
+    "order": np.int64,
+    "shard_offsets": np.int64,
+}
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PlannedSample:
+    sample_id: str
+    split_key: int
+    source: int
+    token_ids: npt.NDArray[np.int32]
+    loss_mask: npt.NDArray[np.uint8]
+
+
+def cut_shards(
+    num_tokens: npt.NDArray[np.int32], sample_ids: npt.NDArray[np.uint8], shard_tokens: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Order the samples by length, longest first, and cut the order into shards.
+
+    Equal lengths are ordered by id: the result depends on the set of samples only. A shard holds
+    `shard_tokens` tokens at least, but for the last.
+
+    Returns:
+        The order as sample positions, and the offset into it of each shard and of the end.
+    """
+    by_id = np.argsort(np.ascontiguousarray(sample_ids).view("S16").ravel(), kind="stable")
+    order = by_id[np.argsort(-num_tokens[by_id].astype(np.int64), kind="stable")]
+    ends = num_tokens[order].astype(np.int64).cumsum()
+    offsets = [0]
+    while offsets[-1] < len(order):
+        begin = ends[offsets[-1] - 1] if offsets[-1] else 0
+        offsets.append(min(int(np.searchsorted(ends, begin + shard_tokens)) + 1, len(order)))
+    return order, np.array(offsets, np.int64)
+
+
+def micro_batches(num_tokens: npt.NDArray[np.int32], batch_tokens: int) -> Iterator[slice]:
+    """Cut samples, longest first, into runs whose padded size is at most `batch_tokens`.
+
+    A sample longer than that goes alone.
+    """
+    begin = 0
+    while begin < len(num_tokens):
+        rows = max(1, batch_tokens // int(num_tokens[begin]))
+        yield slice(begin, min(begin + rows, len(num_tokens)))
+        begin += rows
+
+
+class Plan:
+    """A plan on disk, open for reading."""
+
+    def __init__(self, directory: Path) -> None:
+        """Read and check the plan in `directory`.
+
+        Raises:
+            CacheError: it is damaged.
+        """
+        self.directory = directory
+        self.description: dict[str, Any] = read_json(directory / _DESCRIPTION)
+        self.plan_id = directory.name
+        try:
+            files = self.description["files"]
+            for name in (_TOKENS, _MASK, _SAMPLES):
+                if (found := sha256_file(directory / name)) != files[name]:
+                    raise CacheError(
+                        f"{directory / name}: expected sha256 {files[name][:16]}, found "
+                        f"{found[:16]}. The plan is damaged."
+                    )
+            arrays = load_file(directory / _SAMPLES)
+            if {name: array.dtype for name, array in arrays.items()} != {
+                name: np.dtype(kind) for name, kind in _ARRAYS.items()
+            }:
+                raise CacheError(f"{directory / _SAMPLES}: not the arrays of a plan.")
+        except (OSError, KeyError, TypeError, SafetensorError) as error:
+            raise CacheError(f"{directory}: the plan is damaged ({error}).") from error
+        self._arrays = arrays
+        self.key = str(self.description["key"])
+        self.sources = tuple(self.description["sources"])
+        self._token_ids = np.memmap(directory / _TOKENS, np.int32, "r") if len(self) else None
+        self._loss_mask = np.memmap(directory / _MASK, np.uint8, "r") if len(self) else None
+
+    def __len__(self) -> int:
+        return len(self._arrays["order"])
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self._arrays["num_tokens"].sum())
+
+    @property
+    def shard_ids(self) -> list[str]:
+        """Longest samples first."""
+        return [f"{self.plan_id}-{i:05d}" for i in range(len(self._arrays["shard_offsets"]) - 1)]
+
+    def shard_positions(self, shard_id: str) -> npt.NDArray[np.int64]:
+        """Positions in the plan of the samples of one shard, longest first."""
+        number = self.shard_ids.index(shard_id)
+        begin, end = self._arrays["shard_offsets"][number : number + 2]
+        positions: npt.NDArray[np.int64] = self._arrays["order"][begin:end]
+        return positions
+
+    def lengths(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        lengths: npt.NDArray[np.int32] = self._arrays["num_tokens"][positions]
+        return lengths
+
+    def sample(self, position: int) -> PlannedSample:
+        assert self._token_ids is not None
+        assert self._loss_mask is not None
+        arrays = self._arrays
+        begin = int(arrays["offset"][position])
+        end = begin + int(arrays["num_tokens"][position])
+        return PlannedSample(
+            bytes(arrays["sample_ids"][position]).hex(),
+            int(arrays["split_keys"][position]),
+            int(arrays["source"][position]),
+            np.array(self._token_ids[begin:end]),
+            np.array(self._loss_mask[begin:end]),
+        )
+
+    def provenance(self, position: int) -> tuple[str, int, str]:
+        """File, row and source tag of a sample."""
+        arrays = self._arrays
+        return (
+            self.description["corpus_files"][int(arrays["file"][position])],
+            int(arrays["source_row"][position]),
+            self.sources[int(arrays["source"][position])],
+        )
+
+    def calibration_positions(self, num_tokens: int) -> list[int]:
+        """Samples spread evenly over the lengths that hold about `num_tokens` tokens."""
+        mean = max(1, self.num_tokens // len(self))
+        count = min(len(self), -(-num_tokens // mean))
+        ranks = np.linspace(0, len(self) - 1, count).astype(np.int64)
+        return [int(position) for position in self._arrays["order"][ranks]]
+
+
+class PlanWriter:
+    """Collects tokenized samples on disk and turns them into a plan. Memory: 60 bytes a sample."""
+
+    def __init__(self, plans: Path, plan_id: str) -> None:
+        self._target = plans / plan_id
+        self._wip = plans / f"{plan_id}.wip"
+        remove_tree(self._wip)
+        self._columns: dict[str, list[Any]] = {
+            name: []
+            for name in ("sample_ids", "split_keys", "num_tokens", "source", "file", "source_row")
+        }
+        self._sources: dict[str, int] = {}
+        self._files: dict[str, int] = {}
+        with writing(self._wip):
+            self._wip.mkdir(parents=True)
+            self._token_file = (self._wip / _TOKENS).open("wb")
+            self._mask_file = (self._wip / _MASK).open("wb")
+
+    def add(self, sample: TokenizedSample) -> None:
+        with writing(self._wip):
+            self._token_file.write(sample.token_ids.astype("<i4").tobytes())
+            self._mask_file.write(sample.loss_mask.astype("u1").tobytes())
+        values = {
+            "sample_ids": bytes.fromhex(sample.sample_id),
+            "split_keys": sample.split_key,
+            "num_tokens": len(sample.token_ids),
+            "source": self._sources.setdefault(sample.source, len(self._sources)),
+            "file": self._files.setdefault(sample.file, len(self._files)),
+            "source_row": sample.row,
+        }
+        for name, value in values.items():
+            self._columns[name].append(value)
+
+    def __len__(self) -> int:
+        return len(self._columns["num_tokens"])
+
+    def commit(self, *, key: str, shard_tokens: int, report: dict[str, Any]) -> Plan:
+        """Cut the shards and put the plan in place, whole."""
+        self.close()
+        ids = np.frombuffer(b"".join(self._columns["sample_ids"]), np.uint8)
+        arrays = {
+            name: np.array(values, _ARRAYS[name])
+            for name, values in self._columns.items()
+            if name != "sample_ids"
+        }
+        arrays["sample_ids"] = ids.reshape(-1, SAMPLE_ID_BYTES)
+        lengths = arrays["num_tokens"].astype(np.int64)
+        arrays["offset"] = lengths.cumsum() - lengths
+        arrays["order"], arrays["shard_offsets"] = cut_shards(
+            arrays["num_tokens"], arrays["sample_ids"], shard_tokens
+        )
+        with writing(self._wip):
+            save_file(arrays, self._wip / _SAMPLES)
+            write_json(
+                self._wip / _DESCRIPTION,
+                {
+                    "key": key,
+                    "sources": list(self._sources),
+                    "corpus_files": list(self._files),
+                    "num_samples": len(self),
+                    "num_tokens": int(lengths.sum()),
+                    "num_shards": len(arrays["shard_offsets"]) - 1,
+                    "shard_tokens": shard_tokens,
+                    "report": report,
+                    "files": {
+                        name: sha256_file(self._wip / name) for name in (_TOKENS, _MASK, _SAMPLES)
+                    },
+                },
+            )
+            commit_directory(self._wip, self._target)
+        return Plan(self._target)
+
+    def close(self) -> None:
+        self._token_file.close()
+        self._mask_file.close()
+
+    def discard(self) -> None:
+        self.close()
+        remove_tree(self._wip)
+
+
+def find_plans(plans: Path) -> list[Path]:
+    """Directories of the committed plans, oldest first."""
+    if not plans.is_dir():
+        return []
+    return sorted(path for path in plans.iterdir() if path.name.isdigit())
+
+
+def next_plan_id(plans: Path) -> str:
+    existing = find_plans(plans)
+    return f"{int(existing[-1].name) + 1 if existing else 1:04d}"

@@ -1,0 +1,59 @@
+"""What is checked and measured of captured states before they are stored.
+
+T tokens of one sample   L captured layers   D hidden size
+"""
+
+import torch
+from torch import Tensor
+
+from shared.manifest import LayerStatistics
+
+
+class LayerSums:
+    """Running sums over the tokens of a shard, one entry per layer."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._num_values = 0
+        self._square_L = torch.zeros(num_layers, dtype=torch.float64)
+        self._error_L = torch.zeros(num_layers, dtype=torch.float64)
+        self._max_abs_L = torch.zeros(num_layers, dtype=torch.float64)
+
+    def add(self, captured_TLD: Tensor, decoded_TLD: Tensor) -> None:
+        """Add one sample as captured and as a reader will decode it."""
+        captured_TLD = captured_TLD.float()
+        error_TLD = decoded_TLD.float() - captured_TLD
+        self._square_L += captured_TLD.square().sum((0, 2)).cpu()
+        self._error_L += error_TLD.square().sum((0, 2)).cpu()
+        self._max_abs_L = self._max_abs_L.maximum(captured_TLD.abs().amax((0, 2)).double().cpu())
+        self._num_values += captured_TLD.shape[0] * captured_TLD.shape[2]
+
+    def statistics(self) -> tuple[LayerStatistics, ...]:
+        return tuple(
+            LayerStatistics(
+                rms=(square / max(self._num_values, 1)) ** 0.5,
+                max_abs=max_abs,
+                relative_error=(error / square) ** 0.5 if square else 0.0,
+            )
+            for square, error, max_abs in zip(
+                self._square_L.tolist(),
+                self._error_L.tolist(),
+                self._max_abs_L.tolist(),
+                strict=True,
+            )
+        )
+
+
+def find_fault(hidden_TLD: Tensor, layer_ids: tuple[int, ...]) -> str | None:
+    """Why these states cannot be used: not finite, all zero, or the same everywhere. Else None."""
+    peak_L = hidden_TLD.abs().amax((0, 2)).float()
+    for layer_id, peak in zip(layer_ids, peak_L.tolist(), strict=True):
+        if peak != peak or peak == float("inf"):
+            return f"states of block {layer_id} are not finite"
+        if peak == 0.0:
+            return f"states of block {layer_id} are all zero"
+    if len(hidden_TLD) > 1:
+        constant_L = (hidden_TLD == hidden_TLD[:1]).all(2).all(0)
+        for layer_id, is_constant in zip(layer_ids, constant_L.tolist(), strict=True):
+            if is_constant:
+                return f"states of block {layer_id} are the same at every token"
+    return None

@@ -1,0 +1,259 @@
+"""Token ids and loss mask of one conversation, by the target's own chat template.
+
+Ids always come from the whole conversation as the template renders it, tokenized without special
+tokens of the tokenizer's own. The mask marks what the target generated: think block, answer,
+end-of-turn token. A token across the edge of an answer is not supervised.
+"""
+
+import hashlib
+import inspect
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import numpy as np
+import numpy.typing as npt
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from cache_builder.conversation import Conversation, Drop, DropReason, Message, RowRefusedError
+from cache_builder.encoding import Encoder
+from cache_builder.spans import Span, locate_answer, marked_spans, occurrence_spans, prefix_spans
+from shared.errors import TargetError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+RENDER_ERRORS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+)
+"""What a template raises, itself or through its values, on a conversation it does not take."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class MaskedTokens:
+    token_ids: npt.NDArray[np.int32]
+    """int32 [S]."""
+
+    loss_mask: npt.NDArray[np.uint8]
+    """uint8 [S]: 1 where the target generated the token."""
+
+    num_straddling: int = 0
+    """Tokens across the edge of an answer."""
+
+    num_unthinking: int = 0
+    """Answers recorded without a think block where the template writes an empty one."""
+
+    num_unsupervised_turns: int = 0
+    """Earlier answers whose recorded reasoning the template leaves out."""
+
+
+class ChatTemplate:
+    """The chat template and tokenizer of one target, with fixed template arguments."""
+
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", arguments: Mapping[str, bool | int | str]
+    ) -> None:
+        """Check that the template can be used.
+
+        Raises:
+            TargetError: the template does not compile, or the tokenizer gives no offsets.
+            ValueError: an argument would replace what is passed anyway.
+        """
+        reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
+        if clash := sorted(reserved & arguments.keys()):
+            raise ValueError(f"template arguments must not set {', '.join(clash)}")
+        self._encoder = Encoder(tokenizer)
+        self._tokenizer = tokenizer
+        self.arguments = dict(arguments)
+        template = tokenizer.chat_template or ""
+        self.text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+        """The template. Empty for a target without one, which can only read text and tokens."""
+
+        try:
+            self._render([Message(role="user", content="?")], (), generation_prompt=True)
+        except jinja2.TemplateSyntaxError as error:
+            raise TargetError(
+                f"{tokenizer.name_or_path}: the chat template does not compile ({error})."
+            ) from error
+        except RENDER_ERRORS:
+            pass  # It does not take this conversation; it may take those of the dataset.
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the template's text."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+    @property
+    def bos_id(self) -> int | None:
+        bos_id: int | None = self._tokenizer.bos_token_id
+        return bos_id
+
+    @property
+    def reads_clock(self) -> bool:
+        """The rendering can hold today's date, and then ids change from day to day."""
+        return "strftime_now" in self.text
+
+    def prompt_ids(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> npt.NDArray[np.int32]:
+        """Ids of the prompt from which the target generates the next answer, int32 [S].
+
+        Raises:
+            RowRefusedError: the template does not take these messages.
+        """
+        try:
+            text = self._render(messages, tools, generation_prompt=True)
+        except RENDER_ERRORS as error:
+            raise RowRefusedError(DropReason.TEMPLATE_REFUSED, _one_line(error)) from error
+        return self._encoder.encode(text).ids.astype(np.int32)
+
+    def tokenize(self, conversation: Conversation) -> MaskedTokens | Drop:
+        """Ids and mask of a conversation, or why its mask cannot be proven."""
+        for key, value in conversation.template_arguments.items():
+            if (ours := self.arguments.get(key)) != value:
+                return Drop(
+                    DropReason.MODE_MISMATCH,
+                    f"answered with {key} = {value!r}, but the template arguments say {ours!r}",
+                )
+        has_tags = any(message.verbatim is not None for message in conversation.messages)
+        drop: Drop | None = None
+        for verbatim in (True, False) if has_tags else (False,):
+            try:
+                return self._tokenize(conversation, verbatim=verbatim)
+            except RowRefusedError as error:
+                drop = error.drop
+        assert drop is not None
+        return drop
+
+    def tokenize_text(self, text: str) -> MaskedTokens | Drop:
+        """Ids of plain text with all but the first token supervised.
+
+        It starts with a begin token where the tokenizer puts one before text.
+        """
+        try:
+            ids = self._encoder.encode_document(text)
+        except RowRefusedError as error:
+            return error.drop
+        mask = np.ones(len(ids), np.uint8)
+        mask[:1] = 0
+        return MaskedTokens(ids.astype(np.int32), mask)
+
+    def _tokenize(self, conversation: Conversation, *, verbatim: bool) -> MaskedTokens:
+        messages = conversation.messages
+        turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
+        try:
+            text = self._render(messages, conversation.tools, verbatim=verbatim)
+        except RENDER_ERRORS as error:
+            raise RowRefusedError(DropReason.TEMPLATE_REFUSED, _one_line(error)) from error
+        spans = self._spans(text, conversation, turns, verbatim=verbatim)
+        encoding = self._encoder.encode(text)
+        mask = np.zeros(len(encoding.ids), np.uint8)
+        cut = len(text)
+        num_straddling = num_unthinking = num_unsupervised = 0
+        for turn, span in zip(turns, spans, strict=True):
+            is_last = turn == turns[-1]
+            is_cut = is_last and conversation.is_cut_off
+            answer = locate_answer(
+                text, span, messages[turn], encoding.stops, is_last=is_last, is_cut=is_cut
+            )
+            if answer is None:
+                num_unsupervised += 1
+                continue
+            inside, straddling = encoding.mark(answer.start, answer.end)
+            mask[inside] = 1
+            num_straddling += straddling
+            num_unthinking += answer.is_unthinking
+            cut = answer.end if is_cut else cut
+        kept = int(np.searchsorted(encoding.ends, cut, side="right"))
+        return MaskedTokens(
+            encoding.ids[:kept].astype(np.int32),
+            mask[:kept],
+            num_straddling=num_straddling,
+            num_unthinking=num_unthinking,
+            num_unsupervised_turns=num_unsupervised,
+        )
+
+    def _spans(
+        self, text: str, conversation: Conversation, turns: Sequence[int], *, verbatim: bool
+    ) -> list[Span]:
+        messages, tools = conversation.messages, list(conversation.tools) or None
+        template = self._tokenizer.get_chat_template(tools=tools)
+        if GENERATION_MARKER.search(template):
+            rendered, marks = render_jinja_template(
+                [_fields(messages, verbatim=verbatim)],
+                tools=tools,
+                chat_template=template,
+                return_assistant_tokens_mask=True,
+                **{**self._tokenizer.special_tokens_map, **self.arguments},
+            )
+            if rendered != [text]:
+                raise RowRefusedError(
+                    DropReason.MASK_NOT_PROVABLE, "the template renders differently each time"
+                )
+            return marked_spans(text, marks[0], turns)
+
+        def render(num_messages: int, generation_prompt: bool) -> str | None:
+            if (num_messages, generation_prompt) == (len(messages), False):
+                return text
+            try:
+                return self._render(
+                    messages[:num_messages],
+                    conversation.tools,
+                    generation_prompt=generation_prompt,
+                    verbatim=verbatim,
+                )
+            except RENDER_ERRORS:
+                return None
+
+        spans = prefix_spans(text, turns, render)
+        return occurrence_spans(text, messages, turns, render) if spans is None else spans
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        generation_prompt: bool = False,
+        verbatim: bool = True,
+    ) -> str:
+        text: str = self._tokenizer.apply_chat_template(
+            _fields(messages, verbatim=verbatim),
+            tools=list(tools) or None,
+            add_generation_prompt=generation_prompt,
+            tokenize=False,
+            **self.arguments,
+        )
+        return text
+
+
+def _fields(messages: Sequence[Message], *, verbatim: bool) -> list[dict[str, Any]]:
+    """Messages as a chat template reads them.
+
+    With `verbatim`, an answer recorded with think tags keeps them in its content, for templates
+    that print or parse them; else the reasoning is a field.
+    """
+    result = []
+    for message in messages:
+        fields: dict[str, Any] = {"role": message.role, "content": message.content}
+        if verbatim and message.verbatim is not None:
+            fields["content"] = message.verbatim
+        elif message.reasoning is not None:
+            fields["reasoning_content"] = message.reasoning
+        if message.tool_calls:
+            fields["tool_calls"] = list(message.tool_calls)
+        result.append({**fields, **message.fields})
+    return result
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

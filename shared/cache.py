@@ -1,0 +1,241 @@
+"""A cache on disk: its names, and opening one generation of it for reading."""
+
+import json
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from shared.codec import Calibration
+from shared.errors import CacheError, CacheIncompatibleError, CacheNotFoundError
+from shared.files import sha256_bytes
+from shared.head import Head
+from shared.index import SampleIndex
+from shared.manifest import Manifest, ShardRecord
+from shared.shard import ShardReader, StoredSample
+from shared.spec import FORMAT_VERSION, CaptureSpec
+from shared.storage import LocalStorage
+
+FORMAT = "draftcache"
+DESCRIPTION = "cache.json"
+MANIFEST = "manifest.json"
+HEAD = "head.safetensors"
+TARGET = "target"
+RECORDS = "records"
+GENERATIONS = "generations"
+CALIBRATIONS = "calibrations"
+PLANS = "plans"
+WIP = "wip"
+
+
+def generation_key(generation: int, suffix: str) -> str:
+    return f"{GENERATIONS}/{generation:04d}.{suffix}"
+
+
+def record_key(shard_id: str) -> str:
+    return f"{RECORDS}/{shard_id}.json"
+
+
+def calibration_to_bytes(calibration: Calibration) -> bytes:
+    return bytes(
+        save({"mean": calibration.mean_LD.contiguous(), "step": calibration.step_LD.contiguous()})
+    )
+
+
+class Cache:
+    """One generation of a cache, open for reading. Thread-safe."""
+
+    def __init__(self, path: Path, *, generation: int | None = None, open_shards: int = 64) -> None:
+        """Open the newest generation, or the one asked for.
+
+        Raises:
+            CacheNotFoundError: there is no published cache at `path`.
+            CacheIncompatibleError: it has another format version or fingerprint.
+            CacheError: its metadata are damaged.
+        """
+        self.path = path
+        self.storage = LocalStorage(path)
+        self.description = read_description(self.storage)
+        self.spec = CaptureSpec.from_dict(self.description["spec"], f"{path}/{DESCRIPTION}")
+        self.codec = self.spec.build_codec()
+        self.manifest = read_manifest(self.storage, generation)
+        if self.manifest.fingerprint != self.spec.fingerprint:
+            raise CacheIncompatibleError(
+                f"{path}: {MANIFEST} has fingerprint {self.manifest.fingerprint[:16]}, "
+                f"{DESCRIPTION} has {self.spec.fingerprint[:16]}. The files are of two caches."
+            )
+        self.shard_ids = self.manifest.shard_ids
+        self.index = self._read_index()
+        self._calibrations: dict[str | None, Calibration | None] = {}
+        self._open_shards = open_shards
+        self._readers: OrderedDict[str, ShardReader] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def record(self, shard_id: str) -> ShardRecord:
+        """The record of one shard, checked against the manifest."""
+        key = record_key(shard_id)
+        fields = read_checked(self.storage, key, self.manifest.records[shard_id])
+        record = ShardRecord.from_dict(fields, f"{self.path}/{key}")
+        if record.shard_id != shard_id or record.fingerprint != self.manifest.fingerprint:
+            raise CacheIncompatibleError(
+                f"{self.path}/{key}: record of shard {record.shard_id} with fingerprint "
+                f"{record.fingerprint[:16]}, expected {shard_id} with "
+                f"{self.manifest.fingerprint[:16]}. It belongs to another cache."
+            )
+        return record
+
+    def shard(self, shard_id: str) -> ShardReader:
+        """A reader of one shard; the ones used last stay open."""
+        with self._lock:
+            if shard_id in self._readers:
+                self._readers.move_to_end(shard_id)
+                return self._readers[shard_id]
+        reader = ShardReader(self.storage, self.record(shard_id), self.spec)
+        with self._lock:
+            self._readers[shard_id] = reader
+            while len(self._readers) > self._open_shards:
+                self._readers.popitem(last=False)
+        return reader
+
+    def read(self, position: int) -> StoredSample:
+        """The sample at `position` of the index, checked against the index.
+
+        Raises:
+            ShardCorruptError: stored bytes are not what was written.
+            CacheError: the index points to another sample.
+        """
+        shard_id = self.shard_ids[int(self.index.shard[position])]
+        sample = self.shard(shard_id).read(int(self.index.row[position]))
+        if sample.sample_id != self.index.sample_id(position):
+            raise CacheError(
+                f"{self.path}: the index expects sample {self.index.sample_id(position)} in shard "
+                f"{shard_id}, found {sample.sample_id}. Run `cache-builder repair`."
+            )
+        return sample
+
+    def calibration(self, name: str | None) -> Calibration | None:
+        """The quantiser's channels by the name that a record gives."""
+        with self._lock:
+            if name not in self._calibrations:
+                self._calibrations[name] = read_calibration(self.storage, name, self.spec)
+            return self._calibrations[name]
+
+    def unpack(self, sample: StoredSample) -> torch.Tensor:
+        """States of `sample`, bfloat16 [T, L, D]."""
+        return self.codec.unpack(sample.packed, self.calibration(sample.calibration))
+
+    def head(self) -> Head:
+        """The frozen tensors of the target.
+
+        Raises:
+            CacheError: they are missing or not the ones that were written.
+        """
+        data = self.storage.read(HEAD)
+        _require_digest(data, str(self.description["head_sha256"]), f"{self.path}/{HEAD}")
+        return Head.from_bytes(data, self.spec, f"{self.path}/{HEAD}")
+
+    def _read_index(self) -> SampleIndex:
+        key = generation_key(self.manifest.generation, "index.safetensors")
+        data = self.storage.read(key)
+        _require_digest(data, self.manifest.index.sha256, f"{self.path}/{key}")
+        index = SampleIndex.from_bytes(data, f"{self.path}/{key}")
+        if len(index) != self.manifest.totals.num_samples:
+            raise CacheError(
+                f"{self.path}/{key}: {len(index):,} samples, the manifest counts "
+                f"{self.manifest.totals.num_samples:,}."
+            )
+        return index
+
+
+def read_calibration(
+    storage: LocalStorage, name: str | None, spec: CaptureSpec
+) -> Calibration | None:
+    """The quantiser's channels by the name that a record gives; None for a lossless codec.
+
+    Raises:
+        CacheError: missing, changed or of another shape.
+    """
+    if name is None:
+        return None
+    key = f"{CALIBRATIONS}/{name}.safetensors"
+    data = storage.read(key)
+    _require_digest(data, name, f"{storage}/{key}")
+    try:
+        tensors = load(data)
+        calibration = Calibration(tensors["mean"], tensors["step"])
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise CacheError(f"{storage}/{key}: not a calibration ({error}).") from None
+    shape = (spec.num_captured, spec.target.hidden_size)
+    if calibration.mean_LD.shape != shape or calibration.step_LD.shape != shape:
+        raise CacheError(f"{storage}/{key}: expected tensors of shape {shape}.")
+    return calibration
+
+
+def read_description(storage: LocalStorage) -> dict[str, Any]:
+    """`cache.json`, checked as far as its version.
+
+    Raises:
+        CacheNotFoundError: there is none.
+        CacheIncompatibleError: another format or version.
+    """
+    if not storage.exists(DESCRIPTION):
+        raise CacheNotFoundError(
+            f"{storage}: no cache here ({DESCRIPTION} is missing). Build one with `make cache` or "
+            "`cache-builder build`."
+        )
+    where = f"{storage}/{DESCRIPTION}"
+    fields = _parse_json(storage.read(DESCRIPTION), where)
+    if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+        raise CacheIncompatibleError(f"{where}: not a {FORMAT} cache.")
+    if (version := fields.get("format_version")) != FORMAT_VERSION:
+        raise CacheIncompatibleError(
+            f"{where}: format version {version!r}, this version reads {FORMAT_VERSION}. "
+            "Use the version of draftcache that wrote the cache."
+        )
+    if not isinstance(fields.get("spec"), dict) or not isinstance(fields.get("head_sha256"), str):
+        raise CacheError(f"{where}: 'spec' or 'head_sha256' is missing. The file is damaged.")
+    return fields
+
+
+def read_manifest(storage: LocalStorage, generation: int | None = None) -> Manifest:
+    """The newest manifest, or that of `generation`.
+
+    Raises:
+        CacheNotFoundError: nothing is published, or not that generation.
+    """
+    key = MANIFEST if generation is None else generation_key(generation, "json")
+    if not storage.exists(key):
+        raise CacheNotFoundError(
+            f"{storage}: {key} is missing: "
+            + ("nothing is published yet. " if generation is None else "no such generation. ")
+            + "Run `make cache` again: it resumes from the shards already there."
+        )
+    return Manifest.from_dict(
+        _parse_json(storage.read(key), f"{storage}/{key}"), f"{storage}/{key}"
+    )
+
+
+def read_checked(storage: LocalStorage, key: str, digest: str) -> Any:
+    """JSON of `key` whose bytes must have `digest`."""
+    data = storage.read(key)
+    _require_digest(data, digest, f"{storage}/{key}")
+    return _parse_json(data, f"{storage}/{key}")
+
+
+def _require_digest(data: bytes, digest: str, where: str) -> None:
+    if (found := sha256_bytes(data)) != digest:
+        raise CacheError(
+            f"{where}: expected sha256 {digest[:16]}, found {found[:16]}. It was changed or "
+            "damaged after it was written. Run `cache-builder verify`."
+        )
+
+
+def _parse_json(data: bytes, where: str) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError as error:
+        raise CacheError(f"{where}: not JSON ({error}). The file is damaged.") from None

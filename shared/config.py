@@ -1,0 +1,194 @@
+"""TOML files and `key=value` overrides into frozen dataclasses, strictly.
+
+What is accepted: nested dataclasses, `int`, `float`, `bool`, `str`, `Path`, `Literal`,
+`X | None`, `tuple[X, ...]`, `tuple[X, Y]` and `dict[str, X]`. Everything else is refused, and
+so is an unknown key (with a suggestion), a missing one, and `true` for a number.
+"""
+
+import dataclasses
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union
+
+from shared.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def load(schema: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
+    """Read `path` and the `section.key=value` overrides into `schema`.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key or value does not fit.
+    """
+    try:
+        tree = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such configuration file.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}).") from None
+    for override in overrides:
+        _override(tree, override)
+    try:
+        return build(schema, tree)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def build(schema: type[T], tree: Mapping[str, Any], where: str = "") -> T:
+    """Turn a tree of plain values into `schema`. `where` prefixes the messages."""
+    hints = typing.get_type_hints(schema)
+    fields = {field.name: field for field in dataclasses.fields(schema)}  # type: ignore[arg-type]  # T is a dataclass
+    for key in tree:
+        if key not in fields:
+            raise ConfigError(f"{_at(where)}unknown key {key!r}{_suggest(key, list(fields))}")
+    values: dict[str, Any] = {}
+    for name, field in fields.items():
+        if name in tree:
+            values[name] = _convert(hints[name], tree[name], f"{where}.{name}" if where else name)
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise ConfigError(f"{_at(where)}missing key {name!r}")
+    try:
+        return schema(**values)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{_at(where)}{error}") from None
+
+
+def to_dict(config: Any) -> Any:
+    """`config` as plain JSON values, defaults included. What is saved, logged and hashed."""
+    if dataclasses.is_dataclass(config):
+        return {f.name: to_dict(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    if isinstance(config, Path):
+        return str(config)
+    if isinstance(config, Mapping):
+        return {key: to_dict(value) for key, value in config.items()}
+    if isinstance(config, list | tuple):
+        return [to_dict(value) for value in config]
+    return config
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"a": {"b": 1}}` as `{"a.b": 1}`, for tables and for differences."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Lines `key: X here, Y there` of every leaf that differs."""
+    left, right = flatten(ours), flatten(theirs)
+    absent = "(absent)"
+    return [
+        f"{key}: {left.get(key, absent)!r} asked for, {right.get(key, absent)!r} in the cache"
+        for key in sorted(left.keys() | right.keys())
+        if left.get(key, absent) != right.get(key, absent)
+    ]
+
+
+def _override(tree: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    path = key.strip().split(".")
+    if not separator or not all(path):
+        raise ConfigError(f"--set {override}: expected section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()  # a bare word is a string, so that paths need no quotes
+    node = tree
+    for name in path[:-1]:
+        node = node.setdefault(name, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"--set {override}: {name!r} is not a section")
+    node[path[-1]] = value
+
+
+def _convert(kind: Any, value: Any, where: str) -> Any:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{where}: expected a section, got {value!r}")
+        return build(typing.cast(type, kind), value, where)
+    if origin in (Union, types.UnionType):
+        return _convert_union(arguments, value, where)
+    if origin is Literal:
+        if value not in arguments:
+            hint = _suggest(str(value), [str(choice) for choice in arguments])
+            raise ConfigError(f"{where}: expected one of {list(arguments)}, got {value!r}{hint}")
+        return value
+    if origin is tuple:
+        return _convert_tuple(arguments, value, where)
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{where}: expected a table, got {value!r}")
+        return {key: _convert(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
+    return _convert_scalar(kind, value, where)
+
+
+def _convert_union(arguments: tuple[Any, ...], value: Any, where: str) -> Any:
+    if value is None and type(None) in arguments:
+        return None
+    errors = []
+    for choice in arguments:
+        if choice is type(None):
+            continue
+        try:
+            return _convert(choice, value, where)
+        except ConfigError as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def _convert_tuple(arguments: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
+    if not isinstance(value, list | tuple):
+        raise ConfigError(f"{where}: expected a list, got {value!r}")
+    if len(arguments) == 2 and arguments[1] is Ellipsis:
+        kinds: Sequence[Any] = [arguments[0]] * len(value)
+    elif len(arguments) == len(value):
+        kinds = arguments
+    else:
+        raise ConfigError(f"{where}: expected {len(arguments)} values, got {len(value)}")
+    return tuple(
+        _convert(kind, item, f"{where}[{i}]")
+        for i, (kind, item) in enumerate(zip(kinds, value, strict=True))
+    )
+
+
+def _convert_scalar(kind: Any, value: Any, where: str) -> Any:
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    if kind is bool and isinstance(value, bool):
+        return value
+    if kind is int and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if kind is float and not isinstance(value, bool):
+        if isinstance(value, int | float):
+            return float(value)
+        if isinstance(value, str):
+            try:
+                return float(value)
+            except ValueError:
+                pass
+    if kind is str and isinstance(value, str):
+        return value
+    raise ConfigError(f"{where}: expected {kind.__name__}, got {value!r}")
+
+
+def _at(where: str) -> str:
+    return f"{where}: " if where else ""
+
+
+def _suggest(word: str, choices: list[str]) -> str:
+    close = difflib.get_close_matches(word, choices, n=1)
+    return f", did you mean {close[0]!r}?" if close else f" (known: {', '.join(sorted(choices))})"

@@ -1,0 +1,133 @@
+"""Files that are whole or absent: atomic JSON, durable directories, digests."""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from shared.errors import CacheError, DraftCacheError, OutOfSpaceError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def canonical_json(value: Any) -> bytes:
+    """The one byte string of `value`: sorted keys, no spaces, no NaN. What digests are taken of."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def sha256_bytes(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def sha256_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in `path` durable. Without it a rename may be lost with the power."""
+    sync_file(path)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Replace `path` in one step: a reader sees the old file or the new one."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    with writing(path):
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        sync_directory(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace `path` by `value` as JSON in one step, readable by people."""
+    write_bytes(
+        path, (json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n").encode()
+    )
+
+
+def read_json(path: Path, *, digest: str | None = None) -> Any:
+    """Parse `path`, after comparing its bytes with `digest` where one is given.
+
+    Raises:
+        CacheError: missing, not JSON, or other bytes than `digest` says.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise CacheError(f"{path}: missing. Run `cache-builder verify` on the cache.") from None
+    if digest is not None and (found := sha256_bytes(data)) != digest:
+        raise CacheError(
+            f"{path}: expected sha256 {digest[:16]}, found {found[:16]}. The file was changed or "
+            "damaged after it was written."
+        )
+    try:
+        return json.loads(data)
+    except ValueError as error:
+        raise CacheError(f"{path}: not JSON ({error}). The file is damaged.") from None
+
+
+def remove_partials(directory: Path) -> int:
+    """Delete what `write_bytes` left behind in `directory` when its process was killed."""
+    count = 0
+    for partial in directory.glob("*.partial"):
+        partial.unlink(missing_ok=True)
+        count += 1
+    return count
+
+
+def commit_directory(source: Path, target: Path) -> None:
+    """Move the finished directory `source` to `target`, durably: whole or absent."""
+    for path in sorted(source.rglob("*")):
+        sync_file(path)
+    sync_file(source)
+    source.rename(target)
+    sync_directory(target.parent)
+    if source.parent != target.parent:
+        sync_directory(source.parent)
+
+
+def remove_tree(path: Path) -> None:
+    if path.exists():
+        shutil.rmtree(path)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what the disk answers while writing `path` into an error that says what to do.
+
+    Raises:
+        OutOfSpaceError: the disk or the quota is full.
+        DraftCacheError: the path cannot be written.
+    """
+    try:
+        yield
+    except DraftCacheError:
+        raise
+    except OSError as error:
+        if error.errno in _FULL:
+            raise OutOfSpaceError(
+                f"{path}: no space left on the disk. What is committed is kept: free some space "
+                "and run the same command again."
+            ) from error
+        if isinstance(error, PermissionError) or error.errno in (errno.EROFS, errno.ENOTDIR):
+            raise DraftCacheError(
+                f"{path}: cannot be written ({os.strerror(error.errno or 0)}). "
+                "Choose another path or change its permissions."
+            ) from error
+        raise

@@ -1,0 +1,137 @@
+"""CaptureSpec: everything that decides what a stored state is, and its fingerprint.
+
+Two caches hold comparable states exactly when their fingerprints are equal. Paths and names are
+not part of it: a cache may move, and a target is its weights.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from shared import config
+from shared.codec import CHUNK_TOKENS, Codec, codec_from_dict
+from shared.errors import CacheIncompatibleError, ConfigError
+from shared.files import canonical_json, sha256_bytes
+
+FORMAT_VERSION = 1
+LAYER_CONVENTION = "output of decoder block k, 0-based, before the final norm"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TargetSpec:
+    """The model whose states are stored."""
+
+    config_sha256: str
+    weights_sha256: str
+    model_type: str
+    dtype: str
+    """Type of the weights and of the computation."""
+
+    quantization: str | None
+    attention: str
+    """Attention kernel the states were computed with."""
+
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    """Rows of the embedding."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden_size", "vocab_size"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenSpec:
+    """How text became ids."""
+
+    tokenizer_sha256: str
+    template_sha256: str
+    template_arguments: dict[str, bool | int | str]
+    max_length: int
+    truncation: str
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CaptureSpec:
+    """What is stored, of which target, from which ids, by which codec."""
+
+    target: TargetSpec
+    tokens: TokenSpec
+    target_layer_ids: tuple[int, ...]
+    codec: dict[str, int | float | str]
+
+    layer_convention: str = LAYER_CONVENTION
+    chunk_tokens: int = CHUNK_TOKENS
+    format_version: int = FORMAT_VERSION
+
+    FIELD: ClassVar[str] = "spec"
+
+    def __post_init__(self) -> None:
+        ids = self.target_layer_ids
+        if not ids or list(ids) != sorted(set(ids)):
+            raise ValueError(f"target_layer_ids must ascend without repeats, got {list(ids)}")
+        if ids[0] < 0 or ids[-1] >= self.target.num_layers:
+            raise ValueError(
+                f"target_layer_ids must lie in 0..{self.target.num_layers - 1}, got {list(ids)}"
+            )
+        if self.layer_convention != LAYER_CONVENTION:
+            raise ValueError(f"layer_convention {self.layer_convention!r} is unknown")
+        if self.chunk_tokens != CHUNK_TOKENS:
+            raise ValueError(f"chunk_tokens must be {CHUNK_TOKENS}, got {self.chunk_tokens}")
+
+    @property
+    def num_captured(self) -> int:
+        return len(self.target_layer_ids)
+
+    @property
+    def raw_bytes_per_token(self) -> int:
+        """Bytes of one token's states as plain bfloat16."""
+        return self.num_captured * self.target.hidden_size * 2
+
+    def build_codec(self) -> Codec:
+        return codec_from_dict(dict(self.codec))
+
+    @property
+    def fingerprint(self) -> str:
+        return sha256_bytes(canonical_json(self.to_dict()))
+
+    def to_dict(self) -> dict[str, Any]:
+        fields: dict[str, Any] = config.to_dict(self)
+        return fields
+
+    @classmethod
+    def from_dict(cls, fields: Any, where: str) -> "CaptureSpec":
+        """Parse what `to_dict` wrote.
+
+        Raises:
+            CacheIncompatibleError: another format version, or fields that do not fit.
+        """
+        if not isinstance(fields, dict):
+            raise CacheIncompatibleError(f"{where}: expected a table, got {fields!r}")
+        if (version := fields.get("format_version")) != FORMAT_VERSION:
+            raise CacheIncompatibleError(
+                f"{where}: format version {version!r}, this version reads {FORMAT_VERSION}. "
+                "Use the version of draftcache that wrote the cache."
+            )
+        try:
+            spec = config.build(cls, fields)
+            codec_from_dict(dict(spec.codec))
+        except ConfigError as error:
+            raise CacheIncompatibleError(f"{where}: {error}") from None
+        return spec
+
+    def require_equal(self, stored: "CaptureSpec", where: str) -> None:
+        """Refuse to mix two fingerprints in one cache.
+
+        Raises:
+            CacheIncompatibleError: naming every field that differs.
+        """
+        lines = config.differences(self.to_dict(), stored.to_dict())
+        if lines:
+            raise CacheIncompatibleError(
+                f"{where}: built with other settings ({'; '.join(lines)}). "
+                "Give the new settings a cache of their own, or restore these."
+            )

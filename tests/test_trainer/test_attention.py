@@ -1,0 +1,188 @@
+"""The visibility rule by hand, and every form of it against the plain table."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
+
+from trainer.attention import TiledMask, attend, block_visibility, build_mask, cut_tiles
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:flex_attention called without torch.compile"  # eager on purpose: tiny and on CPU
+)
+
+Row = tuple[Tensor, Tensor, Tensor, int]
+
+
+def table(row: Row) -> Tensor:
+    """The rule as torch expands it, bool [Q, T]."""
+    document_S, anchor_A, _, block_size = row
+    num_queries = len(anchor_A) * block_size
+    num_keys = len(document_S) + num_queries
+    return create_mask(block_visibility(*row), None, None, num_queries, num_keys, "cpu")[0, 0]
+
+
+def expand(mask: TiledMask, num_context: int, num_queries: int) -> Tensor:
+    """The table that tiles stand for."""
+    visible_QT = torch.zeros(num_queries, num_context + num_queries, dtype=torch.bool)
+    for index, tile in enumerate(mask.tiles):
+        first = index * mask.tile_queries
+        queries = slice(first, first + len(tile.visible_QT))
+        width = tile.context.stop - tile.context.start
+        visible_QT[queries, tile.context] = tile.visible_QT[:, :width]
+        own = slice(num_context + queries.start, num_context + queries.stop)
+        visible_QT[queries, own] = tile.visible_QT[:, width:]
+    return visible_QT
+
+
+def in_words(row: Row) -> Tensor:
+    """The rule a second time, as loops."""
+    document_S, anchor_A, valid_A, block_size = row
+    num_context, num_queries = len(document_S), len(anchor_A) * block_size
+    visible_QT = torch.zeros(num_queries, num_context + num_queries, dtype=torch.bool)
+    for q in range(num_queries):
+        anchor = int(anchor_A[q // block_size])
+        for s in range(anchor if valid_A[q // block_size] else 0):
+            visible_QT[q, s] = document_S[s] == document_S[anchor]
+        block = q // block_size * block_size
+        visible_QT[q, num_context + block : num_context + block + block_size] = True
+    return visible_QT
+
+
+def random_row(seed: int, lengths: list[int], padding: int, num_anchors: int, block: int) -> Row:
+    """Documents and unsorted anchors, the last one invalid."""
+    generator = torch.Generator().manual_seed(seed)
+    documents = [d for d, length in enumerate(lengths) for _ in range(length)] + [-1] * padding
+    anchor_A = torch.randint(sum(lengths), (num_anchors,), generator=generator)
+    valid_A = torch.arange(num_anchors) < max(num_anchors - 1, 1)
+    return torch.tensor(documents), anchor_A, valid_A, block
+
+
+def random_qkv(row: Row, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    num_queries = len(row[1]) * row[3]
+    num_keys = len(row[0]) + num_queries
+    shapes = [(6, num_queries, 8), (2, num_keys, 8), (2, num_keys, 8)]
+    q, k, v = (
+        torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes
+    )
+    return q, k, v
+
+
+def test_rule_is_the_table_written_by_hand() -> None:
+    row: Row = (
+        torch.tensor([0, 0, 0, 0, 0, 1, 1, -1]),
+        torch.tensor([2, 3, 6, 4]),  # two that overlap, one elsewhere, one that only pads
+        torch.tensor([True, True, True, False]),
+        2,
+    )
+    expected = """
+        11000 00 0  11 00 00 00
+        11000 00 0  11 00 00 00
+        11100 00 0  00 11 00 00
+        11100 00 0  00 11 00 00
+        00000 10 0  00 00 11 00
+        00000 10 0  00 00 11 00
+        00000 00 0  00 00 00 11
+        00000 00 0  00 00 00 11
+    """
+    lines = [line.replace(" ", "") for line in expected.split("\n") if line.strip()]
+    assert ["".join(str(int(x)) for x in line) for line in table(row).tolist()] == lines
+    mask = build_mask(*row)
+    assert isinstance(mask, TiledMask)
+    assert torch.equal(expand(mask, 8, 8), table(row))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 99),
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=3),
+    padding=st.integers(0, 3),
+    num_anchors=st.integers(1, 5),
+    block=st.integers(2, 4),
+    blocks_per_tile=st.integers(1, 3),
+)
+def test_predicate_and_tiles_say_what_the_words_say(
+    seed: int, lengths: list[int], padding: int, num_anchors: int, block: int, blocks_per_tile: int
+) -> None:
+    row = random_row(seed, lengths, padding, num_anchors, block)
+    num_context, num_queries = len(row[0]), num_anchors * block
+    tiles = cut_tiles(block_visibility(*row), num_context, num_queries, blocks_per_tile * block)
+    assert torch.equal(table(row), in_words(row))
+    assert torch.equal(expand(tiles, num_context, num_queries), in_words(row))
+
+
+def test_tiles_touch_only_the_document_they_need() -> None:
+    row: Row = (
+        torch.arange(3).repeat_interleave(100),
+        torch.arange(10, 300, 10),
+        torch.ones(29, dtype=torch.bool),
+        16,
+    )
+    mask = build_mask(*row)
+    assert isinstance(mask, TiledMask)
+    assert mask.tile_queries == 128
+    assert [(tile.context.start, tile.context.stop) for tile in mask.tiles] == [
+        (0, 80),
+        (0, 160),
+        (100, 240),
+        (200, 290),
+    ]
+    assert all(tile.visible_QT.any(dim=1).all() for tile in mask.tiles)
+
+
+def test_tiles_give_the_values_and_gradients_of_the_dense_table() -> None:
+    row = random_row(3, [9, 4, 7], 2, 7, 4)
+    tiles = cut_tiles(block_visibility(*row), 22, 28, 8)
+    results = []
+    for mask in (table(row), tiles):
+        qkv = random_qkv(row, torch.float64)
+        out_NQH = attend(*qkv, mask)
+        out_NQH.square().sum().backward()
+        results.append([out_NQH, *(x.grad for x in qkv)])
+    for dense, tiled in zip(*results, strict=True):
+        assert dense.abs().sum() > 0
+        torch.testing.assert_close(tiled, dense, rtol=0, atol=1e-12)
+
+
+def test_flex_attention_gives_the_values_of_the_dense_table() -> None:
+    row = random_row(5, [9, 4, 7], 2, 7, 4)
+    mask = create_block_mask(block_visibility(*row), None, None, 28, 50, "cpu")
+    q, k, v = (x.detach() for x in random_qkv(row, torch.float32))  # no backward on CPU
+    torch.testing.assert_close(attend(q, k, v, mask), attend(q, k, v, table(row)))
+
+
+def test_padding_has_finite_output_and_gradient() -> None:
+    row: Row = (torch.tensor([0, 0, -1]), torch.tensor([0, 0]), torch.tensor([True, False]), 2)
+    q, k, v = random_qkv(row, torch.float32)
+    attend(q, k, v, build_mask(*row)).sum().backward()
+    for x in (q, k, v):
+        assert x.grad is not None
+        assert x.grad.isfinite().all()
+
+
+def test_row_without_anchors_is_refused() -> None:
+    nothing = torch.zeros(0, dtype=torch.int64)
+    with pytest.raises(ValueError, match="at least one anchor"):
+        build_mask(torch.zeros(4, dtype=torch.int64), nothing, nothing.bool(), 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_block_mask_on_cuda_gives_the_values_and_gradients_of_the_dense_table() -> None:
+    row = random_row(7, [200, 90, 150], 72, 24, 16)
+    results = []
+    on_cuda = build_mask(*(x.cuda() for x in row[:3]), row[3])
+    for mask in (table(row).cuda(), on_cuda):
+        generator = torch.Generator("cuda").manual_seed(0)
+        q, k, v = (
+            torch.randn(shape, generator=generator, device="cuda").requires_grad_()
+            for shape in [(6, 384, 64), (2, 896, 64), (2, 896, 64)]
+        )
+        out_NQH = attend(q, k, v, mask)
+        out_NQH.square().sum().backward()
+        results.append([out_NQH, q.grad, k.grad, v.grad])
+    for dense, block in zip(*results, strict=True):
+        torch.testing.assert_close(block, dense, rtol=2e-2, atol=2e-2)

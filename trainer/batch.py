@@ -1,0 +1,151 @@
+"""One micro-batch: whole samples side by side in one packed row, and the anchors in them.
+
+S context tokens   L captured layers   D hidden size   A anchors
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from shared.cache import Cache
+from shared.codec import Packed
+from shared.shard import StoredSample
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Batch:
+    """A packed row. States stay as stored (int8 levels) until the device unpacks them."""
+
+    token_ids_S: Tensor
+    """int64."""
+
+    loss_mask_S: Tensor
+    """bool: the target produced this token."""
+
+    document_S: Tensor
+    """int64: which sample of the row a token belongs to."""
+
+    position_S: Tensor
+    """int64: position inside the sample."""
+
+    anchor_A: Tensor
+    """int64, ascending: index in the row of each anchor."""
+
+    anchor_valid_A: Tensor
+    """bool."""
+
+    packed: Packed
+    """States of all tokens of the row, [S, L, D]."""
+
+    calibrations: tuple[tuple[str | None, int], ...]
+    """Runs of tokens that share a calibration: its name, and the end of the run."""
+
+    sample_ids: tuple[str, ...]
+    epoch: int
+    bucket: int
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids_S)
+
+    def to(self, device: torch.device) -> "Batch":
+        if device.type == "cpu":
+            return self
+        moved = {
+            name: getattr(self, name).pin_memory().to(device, non_blocking=True)
+            for name in (
+                "token_ids_S",
+                "loss_mask_S",
+                "document_S",
+                "position_S",
+                "anchor_A",
+                "anchor_valid_A",
+            )
+        }
+        return Batch(
+            **moved,
+            packed=self.packed.to(device, non_blocking=True),
+            calibrations=self.calibrations,
+            sample_ids=self.sample_ids,
+            epoch=self.epoch,
+            bucket=self.bucket,
+        )
+
+
+class Features:
+    """Turns the stored states of a batch into bfloat16 on the device where they are used."""
+
+    def __init__(self, cache: Cache, device: torch.device) -> None:
+        self._cache = cache
+        self._device = device
+
+    def unpack(self, batch: Batch) -> Tensor:
+        """bfloat16 [S, L, D]."""
+        packed, parts, begin = batch.packed, [], 0
+        for name, end in batch.calibrations:
+            calibration = self._cache.calibration(name)
+            if calibration is not None:
+                calibration = calibration.to(self._device)
+            size = packed.levels_TLD[0].numel()
+            inside = (packed.outlier_position >= begin * size) & (
+                packed.outlier_position < end * size
+            )
+            part = packed
+            if len(batch.calibrations) > 1:
+                part = Packed(
+                    packed.levels_TLD[begin:end],
+                    packed.outlier_position[inside] - begin * size,
+                    packed.outlier_bits[inside],
+                )
+            parts.append(self._cache.codec.unpack(part, calibration))
+            begin = end
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def collate(
+    samples: Sequence[StoredSample],
+    anchors: Sequence[npt.NDArray[np.int64]],
+    *,
+    epoch: int,
+    bucket: int,
+) -> Batch:
+    """Pack whole samples into one row; `anchors` are positions inside each sample."""
+    lengths = [len(sample.token_ids) for sample in samples]
+    starts = np.cumsum([0, *lengths])
+    size = samples[0].packed.levels_TLD[0].numel()
+    calibrations: list[tuple[str | None, int]] = []
+    for sample, end in zip(samples, starts[1:].tolist(), strict=True):
+        if calibrations and calibrations[-1][0] == sample.calibration:
+            calibrations.pop()
+        calibrations.append((sample.calibration, end))
+    anchor_A = np.concatenate([own + start for own, start in zip(anchors, starts, strict=False)])
+    return Batch(
+        token_ids_S=_joined([sample.token_ids for sample in samples]).long(),
+        loss_mask_S=_joined([sample.loss_mask for sample in samples]).bool(),
+        document_S=torch.from_numpy(np.repeat(np.arange(len(samples)), lengths)),
+        position_S=torch.from_numpy(np.concatenate([np.arange(length) for length in lengths])),
+        anchor_A=torch.from_numpy(anchor_A),
+        anchor_valid_A=torch.ones(len(anchor_A), dtype=torch.bool),
+        packed=Packed(
+            torch.cat([sample.packed.levels_TLD for sample in samples]),
+            torch.cat(
+                [
+                    sample.packed.outlier_position + int(start) * size
+                    for sample, start in zip(samples, starts, strict=False)
+                ]
+            ),
+            torch.cat([sample.packed.outlier_bits for sample in samples]),
+        ),
+        calibrations=tuple(calibrations),
+        sample_ids=tuple(sample.sample_id for sample in samples),
+        epoch=epoch,
+        bucket=bucket,
+    )
+
+
+def _joined(arrays: list[npt.NDArray[np.int32]] | list[npt.NDArray[np.uint8]]) -> Tensor:
+    return torch.from_numpy(np.concatenate(arrays))

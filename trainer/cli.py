@@ -1,0 +1,84 @@
+"""The command line of stage two."""
+
+from pathlib import Path
+
+import click
+
+from shared import cli, config
+from trainer.config import TrainConfig
+from trainer.run import Run
+
+_run = click.argument("run", type=click.Path(path_type=Path))
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Train a DFlash drafter from a cache of hidden states, without the target.
+
+    \b
+    A run, from its cache to a directory that inference engines load:
+      trainer train --config run.toml
+      trainer export RUN
+      trainer summary RUN
+    """
+
+
+@main.command()
+@cli.config_options
+@click.option(
+    "--resume/--fresh",
+    default=True,
+    help="Go on from the newest checkpoint (default), or delete what the run has and begin anew.",
+)
+def train(path: Path, overrides: tuple[str, ...], resume: bool) -> None:
+    """Train until `train.steps`, evaluating and saving on the way.
+
+    Stopped at any moment, the same command goes on from the newest checkpoint and reaches the
+    same weights.
+    """
+    from trainer.train import Training, start_afresh
+
+    settings = config.load(TrainConfig, path, overrides)
+    if not resume:
+        start_afresh(settings.run.path)
+    Training(settings).train()
+
+
+@main.command()
+@_run
+@click.option("--cache", type=click.Path(path_type=Path), help="Another cache than the run's.")
+@click.option("--samples", type=int, help="Held-out samples; default as configured.")
+@cli.json_option
+def evaluate(run: Path, cache: Path | None, samples: int | None, as_json: bool) -> None:
+    """Held-out loss and acceptance length of the newest checkpoint, from a cache."""
+    from trainer.evaluate import evaluate_run
+
+    result = evaluate_run(Run(run), cache=cache, max_samples=samples)
+    if as_json:
+        cli.print_json(result)
+        return
+    cli.print_table([(name, str(value)) for name, value in result.items()])
+
+
+@main.command()
+@_run
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="Default: RUN/export/dflash.")
+def export(run: Path, out: Path | None) -> None:
+    """Write the newest checkpoint as a drafter directory in z-lab's layout, and check it."""
+    from trainer.export import export_dflash
+
+    click.echo(export_dflash(Run(run), out or run / "export" / "dflash"))
+
+
+@main.command()
+@_run
+@cli.json_option
+def summary(run: Path, as_json: bool) -> None:
+    """What a run was made of and what came out, in one short table."""
+    from trainer.summary import rows, summarize
+
+    facts = summarize(Run(run), run / "export" / "dflash")
+    if as_json:
+        cli.print_json(facts)
+    else:
+        cli.print_table(rows(facts))

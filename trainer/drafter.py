@@ -1,0 +1,197 @@
+"""The DFlash drafter: a few Qwen3-like layers whose keys and values include target features.
+
+Context enters only as keys and values. The tapped states of the target are fused once
+(`fc`, `hidden_norm`) and every layer projects the same fused features with its own `k_proj` and
+`v_proj`; they pass through no query, no MLP and no `input_layernorm`. Queries come from the block.
+
+Parameter names are those of the published checkpoints. Works with float32 parameters, with or
+without autocast, and with bfloat16 parameters.
+
+Letters: S context tokens, Q draft slots, T = S+Q, L tapped layers, D hidden size, F = L*D,
+N query heads, G key heads, H head size.
+
+Source: DFlash, arXiv 2602.06036, section on the architecture; parameter names as in the published
+z-lab/dflash 0.1.0.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from trainer.attention import Mask, attend
+from trainer.config import DrafterConfig
+
+
+class Angles(NamedTuple):
+    """Rotary angles of every key position, context first."""
+
+    cos_TH: Tensor
+    sin_TH: Tensor
+
+
+def rotary_angles(position_T: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Angles:
+    """Cosines and sines of the rotary embedding at absolute positions, rounded to `dtype`.
+
+    The frequencies are float32 and computed here rather than kept in a buffer, which
+    `module.to(bfloat16)` would round: at position 3,000 the angles are then radians off.
+    """
+    exponent_H = torch.arange(0, head_dim, 2, device=position_T.device).float() / head_dim
+    frequency_H = 1.0 / theta**exponent_H
+    angle_TH = (position_T.float()[:, None] * frequency_H).repeat(1, 2)
+    return Angles(angle_TH.cos().to(dtype), angle_TH.sin().to(dtype))
+
+
+def rotate(x_TNH: Tensor, angles: Angles) -> Tensor:
+    """Turn each pair (i, i + H/2) of every head by its position's angle."""
+    first, second = x_TNH.chunk(2, dim=-1)
+    turned_TNH = torch.cat([-second, first], dim=-1)
+    return x_TNH * angles.cos_TH[:, None] + turned_TNH * angles.sin_TH[:, None]
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm in float32, returned in the dtype of its input."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = functional.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
+        return normed.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Queries from the block; keys and values from the context and the block."""
+
+    def __init__(self, config: DrafterConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.q_proj = _linear(hidden_size, config.num_heads * config.head_dim)
+        self.k_proj = _linear(hidden_size, config.num_kv_heads * config.head_dim)
+        self.v_proj = _linear(hidden_size, config.num_kv_heads * config.head_dim)
+        self.o_proj = _linear(config.num_heads * config.head_dim, hidden_size)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def forward(self, block_QD: Tensor, context_SD: Tensor, angles: Angles, mask: Mask) -> Tensor:
+        num_context = context_SD.shape[0]
+        q_QNH = self.q_norm(self._heads(self.q_proj(block_QD)))
+        k_TGH = self.k_norm(
+            self._heads(torch.cat([self.k_proj(context_SD), self.k_proj(block_QD)]))
+        )
+        v_TGH = self._heads(torch.cat([self.v_proj(context_SD), self.v_proj(block_QD)]))
+        q_QNH = rotate(q_QNH, Angles(*(x_TH[num_context:] for x_TH in angles)))
+        k_TGH = rotate(k_TGH, angles)
+        out_NQH = attend(q_QNH.transpose(0, 1), k_TGH.transpose(0, 1), v_TGH.transpose(0, 1), mask)
+        out_QD: Tensor = self.o_proj(out_NQH.transpose(0, 1).flatten(1))
+        return out_QD
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(len(x), -1, self.head_dim)
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DrafterConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.gate_proj = _linear(hidden_size, config.intermediate_size)
+        self.up_proj = _linear(hidden_size, config.intermediate_size)
+        self.down_proj = _linear(config.intermediate_size, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Layer(nn.Module):
+    """Attention and MLP, each with a norm before it and a residual around it."""
+
+    def __init__(self, config: DrafterConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, hidden_size)
+        self.mlp = MLP(config, hidden_size)
+        self.input_layernorm = RMSNorm(hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(hidden_size, config.rms_norm_eps)
+
+    def forward(self, block_QD: Tensor, context_SD: Tensor, angles: Angles, mask: Mask) -> Tensor:
+        normed_QD = self.input_layernorm(block_QD)
+        block_QD = block_QD + self.self_attn(normed_QD, context_SD, angles, mask)
+        out_QD: Tensor = block_QD + self.mlp(self.post_attention_layernorm(block_QD))
+        return out_QD
+
+
+class Drafter(nn.Module):
+    """The trainable part. Embedding and LM head belong to the target and stay outside.
+
+    Args:
+        hidden_size: of the target, and so of the drafter.
+        num_target_layers_tapped: captured layers that are fused, L.
+        generator: a CPU generator that draws the initial weights: the same ones on every
+            device. Without it all weights are NaN until `load_state_dict`.
+    """
+
+    def __init__(
+        self,
+        config: DrafterConfig,
+        hidden_size: int,
+        num_target_layers_tapped: int,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        # Built without storage, so that the layers' own initialisation costs nothing and leaves
+        # the global seed alone.
+        with torch.device("meta"):
+            self.fc = _linear(num_target_layers_tapped * hidden_size, hidden_size)
+            self.hidden_norm = RMSNorm(hidden_size, config.rms_norm_eps)
+            self.layers = nn.ModuleList(
+                Layer(config, hidden_size) for _ in range(config.num_layers)
+            )
+            self.norm = RMSNorm(hidden_size, config.rms_norm_eps)
+        self.to_empty(device="cpu")
+        for parameter in self.parameters():
+            if generator is None:
+                nn.init.constant_(parameter, torch.nan)
+            elif parameter.ndim == 1:
+                nn.init.ones_(parameter)
+            else:
+                nn.init.normal_(parameter, std=config.initializer_range, generator=generator)
+
+    def forward(
+        self,
+        features_SF: Tensor,
+        block_embeddings_QD: Tensor,
+        position_S: Tensor,
+        position_Q: Tensor,
+        mask: Mask,
+    ) -> Tensor:
+        """Final hidden state of every slot, [Q, D], after `norm`: ready for the LM head.
+
+        Args:
+            features_SF: tapped target states of each context token, layers side by side.
+            block_embeddings_QD: target embedding of the anchor in slot 0, of the mask token in
+                the others.
+            position_S: absolute position of each context token in its document.
+            position_Q: absolute position of each slot, the anchor's plus the slot's.
+            mask: of the same row, from `trainer.attention.build_mask`.
+        """
+        context_SD = self.hidden_norm(self.fc(features_SF))
+        angles = rotary_angles(
+            torch.cat([position_S, position_Q]),
+            self.config.head_dim,
+            self.config.rope_theta,
+            context_SD.dtype,
+        )
+        hidden_QD = block_embeddings_QD
+        for layer in self.layers:
+            hidden_QD = layer(hidden_QD, context_SD, angles, mask)
+        out_QD: Tensor = self.norm(hidden_QD)
+        return out_QD
+
+
+def _linear(in_features: int, out_features: int) -> nn.Linear:
+    return nn.Linear(in_features, out_features, bias=False)

@@ -1,0 +1,144 @@
+"""Held-out loss and acceptance length from the cache alone: no target is needed.
+
+The gold tokens are the target's own; so what it would accept of a block is known from them.
+
+A anchors   K block size   P = K-1 drafted slots   T ranks kept   M slots of a chunk   V vocabulary
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from trainer.acceptance import chain_accepted, rank_of_gold, segments, tree_accepted
+from trainer.anchors import legal_anchors
+from trainer.batch import Batch, collate
+from trainer.checkpoint import restore
+from trainer.loss import weighing
+from trainer.metrics import AcceptanceTotals
+from trainer.run import Run
+from trainer.sampler import bucket_edges
+from trainer.session import Session
+from trainer.step import autocast, batch_loss, forward_blocks
+
+NUM_RANKS = 64
+"""Ranks kept of the vocabulary. The trees of the paper's budgets hardly ever look further."""
+
+_ANCHORS_PER_FORWARD = 256
+_SLOTS_PER_CHUNK = 1024
+
+
+@torch.no_grad()
+def evaluate(
+    session: Session, progress: Callable[[int], None] = lambda done: None
+) -> dict[str, Any]:
+    """Metrics over the held-out samples, the same ones at every call: see `AcceptanceTotals`.
+
+    Every supervised position is an anchor, so nothing is drawn at random.
+    """
+    config, cache = session.config, session.cache
+    edges = bucket_edges(cache.index.num_tokens[session.split.train], config.sampler)
+    totals = AcceptanceTotals(
+        num_slots=config.drafter.block_size - 1,
+        num_ranks=min(NUM_RANKS, cache.spec.target.vocab_size),
+        budgets=config.evaluate.tree_budgets,
+        num_buckets=len(edges) - 1,
+    )
+    chosen = session.split.heldout[: config.evaluate.max_samples]
+    session.drafter.eval()
+    for done, position in enumerate(chosen.tolist(), 1):
+        sample = cache.read(position)
+        bucket = int(np.clip(np.searchsorted(edges, len(sample.token_ids)) - 1, 0, len(edges) - 2))
+        anchors = legal_anchors(sample.loss_mask.astype(bool))
+        chain = np.zeros(len(sample.token_ids), np.int64)
+        tree = np.zeros((len(sample.token_ids), len(totals.budgets)), np.int64)
+        for start in range(0, len(anchors), _ANCHORS_PER_FORWARD):
+            part = anchors[start : start + _ANCHORS_PER_FORWARD]
+            batch = collate([sample], [part], epoch=0, bucket=bucket).to(session.device)
+            chain[part], tree[part] = _add_anchors(session, batch, totals)
+        for begin, end in segments(sample.loss_mask):
+            totals.add_walk(chain[begin:end], tree[begin:end])
+        progress(done)
+    session.drafter.train()
+    return {**totals.summary(), "num_samples": len(chosen)}
+
+
+def _add_anchors(
+    session: Session, batch: Batch, totals: AcceptanceTotals
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Add the anchors of one batch; returns their accepted drafts, chain [A] and trees [A, U]."""
+    config = session.config
+    features_SLD = session.features.unpack(batch)
+    if config.train.zero_features:
+        features_SLD = torch.zeros_like(features_SLD)
+    with autocast(session.device, config.train.compute_dtype):
+        forward = forward_blocks(
+            session.drafter, session.head, batch, features_SLD, config.drafter.mask_token_id
+        )
+    weigh = weighing(config.loss, config.drafter.block_size, session.device)
+    loss = batch_loss(forward, session.head, weigh, anchors_per_chunk=config.loss.anchors_per_chunk)
+    weight_AK = weigh(loss.ce_AK, forward.blocks.supervised_AK)
+    log_p_APT, token_APT = _ranked(
+        forward.hidden_AKD[:, 1:], session.head.lm_head_VD, totals.num_ranks
+    )
+    gold_AP = forward.blocks.label_AK[:, 1:].cpu().numpy()
+    num_gold_A = forward.blocks.supervised_AK[:, 1:].long().cumprod(1).sum(1).cpu().numpy()
+    rank_AP = rank_of_gold(token_APT, gold_AP)
+    tree_AU = tree_accepted(log_p_APT, rank_AP, num_gold_A, totals.budgets)
+    totals.add(
+        gold_rank=rank_AP,
+        num_gold=num_gold_A,
+        tree=tree_AU,
+        loss=(weight_AK * loss.ce_AK).sum(1).double().cpu().numpy(),
+        weight=weight_AK.sum(1).double().cpu().numpy(),
+        bucket=np.full(len(rank_AP), batch.bucket),
+    )
+    return chain_accepted(rank_AP, num_gold_A), tree_AU
+
+
+def _ranked(
+    hidden_APD: Tensor, lm_head_VD: Tensor, num_ranks: int
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+    """Best tokens of every slot and their log-probabilities, ties by rising id, [A, P, T] each."""
+    log_ps, tokens = [], []
+    for hidden_MD in torch.split(hidden_APD.flatten(0, 1), _SLOTS_PER_CHUNK):
+        logits_MV = (hidden_MD.to(lm_head_VD.dtype) @ lm_head_VD.T).float()
+        top_MT, token_MT = logits_MV.topk(num_ranks, dim=-1)
+        # topk leaves ties in any order; decoding takes the lowest id (argmax).
+        by_id_MT = token_MT.argsort(dim=-1)
+        top_MT, token_MT = top_MT.gather(1, by_id_MT), token_MT.gather(1, by_id_MT)
+        order_MT = top_MT.argsort(dim=-1, descending=True, stable=True)
+        log_ps.append(top_MT.gather(1, order_MT) - logits_MV.logsumexp(-1, keepdim=True))
+        tokens.append(token_MT.gather(1, order_MT))
+    shape = (*hidden_APD.shape[:2], num_ranks)
+    return (
+        torch.cat(log_ps).reshape(shape).cpu().numpy(),
+        torch.cat(tokens).reshape(shape).cpu().numpy(),
+    )
+
+
+def evaluate_run(run: Run, *, cache: Path | None, max_samples: int | None) -> dict[str, Any]:
+    """Evaluate the newest checkpoint of `run`, on its own cache or another of the same kind.
+
+    Raises:
+        CacheIncompatibleError: the cache holds states of another kind.
+    """
+    snapshot = run.require_checkpoint()
+    config = run.config()
+    generation: int | None = int(snapshot.cache["generation"])
+    if cache is not None:
+        config = replace(config, cache=replace(config.cache, path=cache))
+        generation = None
+    if max_samples is not None:
+        config = replace(config, evaluate=replace(config.evaluate, max_samples=max_samples))
+    session = Session.open(config, generation=generation)
+    session.require_same_cache(snapshot.cache, str(run.path))
+    restore(snapshot, session.drafter)
+    with tqdm(desc="evaluate", unit="sample", leave=False, disable=None) as bar:
+        return {"step": snapshot.step, **evaluate(session, lambda done: bar.update(done - bar.n))}

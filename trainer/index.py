@@ -1,0 +1,62 @@
+"""Which samples of a cache a run trains on, and which it keeps for evaluation."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from shared.cache import Cache
+from shared.errors import RunError
+from trainer.config import CacheConfig
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Split:
+    """Positions in the cache's index. Nothing is in both parts."""
+
+    train: npt.NDArray[np.int64]
+    heldout: npt.NDArray[np.int64]
+    """Ordered by their split key, so that the first n are the same whatever is appended."""
+
+    num_other_sources: int
+    """Samples whose source was not selected."""
+
+    num_without_anchor: int
+    """Samples with no two supervised tokens in a row: no block can start in them."""
+
+
+def split_samples(cache: Cache, config: CacheConfig) -> Split:
+    """Select sources and divide the samples.
+
+    A sample is held out if the hash of its prompt lies in the lowest `heldout_fraction` of all
+    hashes: neither seed, order nor appended data can move it, and samples that share a prompt
+    stay together.
+
+    Raises:
+        RunError: an unknown source, or nothing to train on.
+    """
+    index = cache.index
+    known = cache.manifest.sources
+    if unknown := [tag for tag in config.sources if tag not in known]:
+        raise RunError(f"cache.sources: {unknown} not in {config.path}, which has {sorted(known)}.")
+    chosen = np.ones(len(index), bool)
+    if config.sources:
+        chosen = np.isin(index.source, [known.index(tag) for tag in config.sources])
+    usable = chosen & (index.num_anchors > 0)
+    # Compared as integers: a float64 cannot hold a 64-bit hash.
+    bound = int(config.heldout_fraction * 2**32)
+    is_heldout = (index.split_keys >> np.uint64(32)) < np.uint64(bound)
+    heldout = np.flatnonzero(usable & is_heldout)
+    split = Split(
+        train=np.flatnonzero(usable & ~is_heldout),
+        heldout=heldout[np.argsort(index.split_keys[heldout], kind="stable")],
+        num_other_sources=int((~chosen).sum()),
+        num_without_anchor=int((chosen & ~usable).sum()),
+    )
+    if not len(split.train):
+        raise RunError(
+            f"{config.path}: no sample to train on ({len(index)} in the cache, "
+            f"{split.num_other_sources} of other sources, {split.num_without_anchor} without an "
+            f"anchor, {len(split.heldout)} held out)."
+        )
+    return split

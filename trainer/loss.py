@@ -1,0 +1,177 @@
+"""Weighted cross-entropy of the blocks through the frozen LM head, never holding all logits.
+
+The loss is a sum and comes with its weight: one optimizer step divides the gradients of all its
+micro-batches and ranks by their total weight, so the result does not depend on how the step was
+split.
+
+Letters: A anchors, K block size, D hidden size, V vocabulary, M supervised slots of a chunk.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from trainer.config import LossConfig
+
+WeighFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""(ce_AK, supervised_AK) -> float32 weight_AK, without gradient, 0 where not supervised. Each
+anchor's weights depend on that anchor alone."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class BlockLoss:
+    """Loss of the blocks of one micro-batch."""
+
+    loss_sum: Tensor
+    """float32 []: sum of weight times cross-entropy; carries the gradient."""
+
+    weight_sum: Tensor
+    """float32 []: sum of the weights, 0 if nothing is supervised."""
+
+    ce_AK: Tensor
+    """float32: cross-entropy in nats, detached, 0 where not supervised."""
+
+    correct_AK: Tensor
+    """bool: the most probable token is the label; False where not supervised."""
+
+
+def slot_weights(block_size: int, gamma: float) -> Tensor:
+    """Loss weight of each slot, float32 [K].
+
+    Slot 0 is the anchor and weighs 0; slot k weighs exp(-(k - 1) / gamma), so the first draft
+    weighs 1. `gamma` is in slots.
+
+    Source: DFlash, arXiv 2602.06036, training loss.
+    """
+    slot_K = torch.arange(block_size, dtype=torch.float32)
+    return torch.where(slot_K > 0, torch.exp(-(slot_K - 1) / gamma), 0.0)
+
+
+def decay_weights(ce_AK: Tensor, supervised_AK: Tensor, slot_weight_K: Tensor) -> Tensor:
+    """The same weight per slot for every anchor, whatever the drafter predicts."""
+    return supervised_AK * slot_weight_K
+
+
+def dpace_weights(ce_AK: Tensor, supervised_AK: Tensor, alpha: float) -> Tensor:
+    """Weights that follow the drafter's own confidence, float32 [A, K], detached.
+
+    With q the probability of the label and p = (1 - alpha) q + alpha, slot j weighs
+    sum over m >= j of the product of p over slots 1..m: at alpha 0 the gradient of the loss is
+    that of minus the expected accepted length. Slots without a label are passed over: they
+    neither end the product nor count in the sum.
+
+    Source: D-PACE, as implemented in SpecForge and speculators (the paper was not read).
+    """
+    confidence_AK = (1 - alpha) * torch.exp(-ce_AK.detach().float()) + alpha
+    reach_AK = torch.where(supervised_AK, confidence_AK, 1.0).cumprod(dim=-1) * supervised_AK
+    return reach_AK.flip(-1).cumsum(dim=-1).flip(-1) * supervised_AK
+
+
+def weighing(config: LossConfig, block_size: int, device: torch.device) -> WeighFunction:
+    """The weights that the configuration asks for."""
+    if config.kind == "dpace":
+        return partial(dpace_weights, alpha=config.dpace_alpha)
+    slot_weight_K = slot_weights(block_size, config.resolve_gamma(block_size)).to(device)
+    return partial(decay_weights, slot_weight_K=slot_weight_K)
+
+
+def drafter_loss(
+    hidden_AKD: Tensor,
+    lm_head_VD: Tensor,
+    label_AK: Tensor,
+    supervised_AK: Tensor,
+    weigh: WeighFunction,
+    *,
+    anchors_per_chunk: int,
+) -> BlockLoss:
+    """Sum of weighted cross-entropies, differentiable with respect to `hidden_AKD` alone.
+
+    Logits exist for `anchors_per_chunk` blocks at a time and only for supervised slots. They are
+    computed in the dtype of `lm_head_VD`, whatever autocast says, and reduced in float32. If a
+    gradient is wanted, it is computed in the same pass, so that backward neither keeps logits
+    nor recomputes them; it has the dtype of `hidden_AKD`.
+
+    Args:
+        label_AK: int64, read only where supervised.
+        supervised_AK: bool, False in slot 0.
+    """
+    if not torch.is_grad_enabled():
+        hidden_AKD = hidden_AKD.detach()  # `needs_input_grad` looks at the tensor alone
+    fields = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        hidden_AKD, lm_head_VD, label_AK, supervised_AK, weigh, anchors_per_chunk
+    )
+    return BlockLoss(*fields)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_AKD: Tensor,
+        lm_head_VD: Tensor,
+        label_AK: Tensor,
+        supervised_AK: Tensor,
+        weigh: WeighFunction,
+        anchors_per_chunk: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        grad_AKD = hidden_AKD.new_zeros(hidden_AKD.shape) if ctx.needs_input_grad[0] else None
+        with torch.autocast(hidden_AKD.device.type, enabled=False):
+            sums_and_slots = _sweep(
+                hidden_AKD, lm_head_VD, label_AK, supervised_AK, weigh, anchors_per_chunk, grad_AKD
+            )
+        if grad_AKD is not None:
+            ctx.save_for_backward(grad_AKD)
+        ctx.mark_non_differentiable(*sums_and_slots[1:])
+        return sums_and_slots
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        (grad_AKD,) = ctx.saved_tensors
+        return grad_AKD * grad_loss, None, None, None, None, None
+
+
+def _sweep(
+    hidden_AKD: Tensor,
+    lm_head_VD: Tensor,
+    label_AK: Tensor,
+    supervised_AK: Tensor,
+    weigh: WeighFunction,
+    anchors_per_chunk: int,
+    grad_AKD: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The fields of BlockLoss; fills `grad_AKD`, zero on entry, if there is one."""
+    block_size = supervised_AK.shape[1]
+    ce_AK = torch.zeros(supervised_AK.shape, device=hidden_AKD.device)
+    correct_AK = torch.zeros_like(supervised_AK)
+    loss_sum, weight_sum = ce_AK.new_zeros(()), ce_AK.new_zeros(())
+    # One transfer tells all chunk sizes; asking chunk by chunk would stall the device each time.
+    sizes = [chunk_AK.sum() for chunk_AK in torch.split(supervised_AK, anchors_per_chunk)]
+    slots = supervised_AK.flatten().nonzero().flatten()
+    for index, slot_M in enumerate(torch.split(slots, torch.stack(sizes).tolist())):
+        if not len(slot_M):
+            continue
+        first = index * anchors_per_chunk
+        chunk = slice(first, first + anchors_per_chunk)
+        label_M1 = label_AK.flatten()[slot_M][:, None]
+        hidden_MD = hidden_AKD.flatten(0, 1)[slot_M].to(lm_head_VD.dtype)
+        log_p_MV = torch.log_softmax(hidden_MD @ lm_head_VD.T, dim=-1, dtype=torch.float32)
+        ce_M = -log_p_MV.gather(1, label_M1)[:, 0]
+        ce_AK.view(-1)[slot_M] = ce_M
+        correct_AK.view(-1)[slot_M] = log_p_MV.argmax(dim=-1) == label_M1[:, 0]
+        weight_AK = weigh(ce_AK[chunk], supervised_AK[chunk])
+        weight_M = weight_AK.flatten()[slot_M - first * block_size]
+        loss_sum += weight_M @ ce_M
+        weight_sum += weight_M.sum()
+        if grad_AKD is not None:
+            error_MV = log_p_MV.exp_()
+            error_MV.scatter_add_(1, label_M1, error_MV.new_full(label_M1.shape, -1.0))
+            error_MV *= weight_M[:, None]
+            grad_MD = error_MV.to(lm_head_VD.dtype) @ lm_head_VD
+            grad_AKD.view(-1, grad_AKD.shape[-1])[slot_M] = grad_MD.to(grad_AKD.dtype)
+    return loss_sum, weight_sum, ce_AK, correct_AK

@@ -1,0 +1,130 @@
+"""What training, evaluation and export set up alike: cache, split, head and drafter."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shared.cache import TARGET, Cache
+from shared.errors import CacheIncompatibleError, ConfigError, RunError
+from shared.head import Head
+from trainer.batch import Features
+from trainer.config import DrafterConfig, TrainConfig
+from trainer.drafter import Drafter
+from trainer.index import Split, split_samples
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Session:
+    """A cache and a drafter that fit each other, on one device."""
+
+    config: TrainConfig
+    cache: Cache
+    split: Split
+    head: Head
+    drafter: Drafter
+    features: Features
+    device: torch.device
+
+    @classmethod
+    def open(cls, config: TrainConfig, *, generation: int | None = None) -> "Session":
+        """Open the cache and build a freshly initialised drafter for it.
+
+        Args:
+            generation: of the cache; None takes the newest.
+
+        Raises:
+            CacheError: the cache is missing, damaged or of another version.
+            ConfigError: the drafter's settings cannot be right for this target.
+            RunError: nothing to train on.
+        """
+        device = pick_device(config.train.device)
+        cache = Cache(config.cache.path, generation=generation)
+        check_mask_token(config.drafter, cache)
+        dtype = torch.bfloat16 if config.train.compute_dtype == "bfloat16" else torch.float32
+        drafter = Drafter(
+            config.drafter,
+            cache.spec.target.hidden_size,
+            cache.spec.num_captured,
+            torch.Generator().manual_seed(config.train.seed),
+        )
+        return cls(
+            config=config,
+            cache=cache,
+            split=split_samples(cache, config.cache),
+            head=cache.head().to(device, dtype),
+            drafter=drafter.to(device),
+            features=Features(cache, device),
+            device=device,
+        )
+
+    def describe_cache(self) -> dict[str, Any]:
+        """What a checkpoint remembers of the cache it was trained from."""
+        return {
+            "fingerprint": self.cache.manifest.fingerprint,
+            "generation": self.cache.manifest.generation,
+            "target_layer_ids": list(self.cache.spec.target_layer_ids),
+            "hidden_size": self.cache.spec.target.hidden_size,
+        }
+
+    def require_same_cache(self, remembered: dict[str, Any], where: str) -> None:
+        """Refuse a checkpoint that was trained from states of another kind.
+
+        Raises:
+            CacheIncompatibleError: naming what differs.
+            RunError: the checkpoint does not say what it was trained from.
+        """
+        ours = self.describe_cache()
+        for key in ("fingerprint", "target_layer_ids", "hidden_size"):
+            if key not in remembered:
+                raise RunError(f"{where}: {key!r} is missing; it cannot be matched to a cache.")
+            if remembered[key] != ours[key]:
+                raise CacheIncompatibleError(
+                    f"{where}: trained from a cache with {key} {remembered[key]}, "
+                    f"{self.cache.path} has {ours[key]}. Give the cache it was trained from."
+                )
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of `train.device`.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"train.device {name!r}: {error}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"train.device {name!r}: torch sees no CUDA device here.")
+    return device
+
+
+def check_mask_token(config: DrafterConfig, cache: Cache) -> None:
+    """Refuse a mask token that the target does not have, or that text contains.
+
+    Raises:
+        ConfigError: outside the embedding, or an end or padding token.
+    """
+    tokens, vocab_size = cache.spec.tokens, cache.spec.target.vocab_size
+    if config.mask_token_id >= vocab_size:
+        raise ConfigError(
+            f"drafter.mask_token_id {config.mask_token_id}: the target's embedding has "
+            f"{vocab_size} rows. Choose a reserved id below that."
+        )
+    taken = {*tokens.eos_token_ids, tokens.pad_token_id}
+    if config.mask_token_id in taken:
+        raise ConfigError(
+            f"drafter.mask_token_id {config.mask_token_id} ends or pads text of this target. "
+            "Choose a reserved id that never occurs in text."
+        )
+
+
+def read_target_config(cache: Cache) -> dict[str, Any]:
+    """The target's config.json as stored in the cache, the text part of it for wrappers."""
+    fields: dict[str, Any] = json.loads(cache.storage.read(f"{TARGET}/config.json"))
+    text: dict[str, Any] = fields.get("text_config", fields)
+    return text

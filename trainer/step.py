@@ -1,0 +1,78 @@
+"""Forward and loss of one micro-batch.
+
+S context tokens   L captured layers   D hidden size   A anchors   K block size   Q = A*K
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from shared.head import Head
+from trainer.anchors import Blocks, build_blocks
+from trainer.attention import build_mask
+from trainer.batch import Batch
+from trainer.drafter import Drafter
+from trainer.loss import BlockLoss, WeighFunction, drafter_loss
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Forward:
+    """Hidden states of the blocks of a batch, and what they are to predict."""
+
+    hidden_AKD: Tensor
+    blocks: Blocks
+
+
+def autocast(device: torch.device, compute_dtype: str) -> AbstractContextManager[object]:
+    """Matrix products in `compute_dtype`; weights stay float32."""
+    if compute_dtype == "float32":
+        return nullcontext()
+    return torch.autocast(device.type, getattr(torch, compute_dtype))
+
+
+def forward_blocks(
+    drafter: Drafter, head: Head, batch: Batch, features_SLD: Tensor, mask_token_id: int
+) -> Forward:
+    """Run the drafter on every block of `batch`."""
+    block_size = drafter.config.block_size
+    blocks = build_blocks(
+        batch.token_ids_S,
+        batch.loss_mask_S,
+        batch.document_S,
+        batch.position_S,
+        batch.anchor_A,
+        batch.anchor_valid_A,
+        block_size,
+        mask_token_id,
+    )
+    mask = build_mask(batch.document_S, batch.anchor_A, batch.anchor_valid_A, block_size)
+    embeddings_QD = functional.embedding(blocks.input_id_AK.flatten(), head.embedding_VD)
+    features_SF = features_SLD.flatten(1)
+    if not torch.is_autocast_enabled(features_SF.device.type):
+        dtype = drafter.fc.weight.dtype
+        features_SF, embeddings_QD = features_SF.to(dtype), embeddings_QD.to(dtype)
+    hidden_QD = drafter(
+        features_SF,
+        embeddings_QD,
+        batch.position_S,
+        blocks.position_AK.flatten(),
+        mask,
+    )
+    return Forward(hidden_QD.unflatten(0, (-1, block_size)), blocks)
+
+
+def batch_loss(
+    forward: Forward, head: Head, weigh: WeighFunction, *, anchors_per_chunk: int
+) -> BlockLoss:
+    """Weighted cross-entropy of the blocks through the frozen LM head."""
+    return drafter_loss(
+        forward.hidden_AKD,
+        head.lm_head_VD,
+        forward.blocks.label_AK,
+        forward.blocks.supervised_AK,
+        weigh,
+        anchors_per_chunk=anchors_per_chunk,
+    )

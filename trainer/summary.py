@@ -1,0 +1,70 @@
+"""The short table at the end of a run."""
+
+from pathlib import Path
+from typing import Any
+
+from shared.cache import Cache
+from trainer.checkpoint import newest_valid
+from trainer.run import Run
+
+
+def summarize(run: Run, export: Path) -> dict[str, Any]:
+    """Facts about a run for people and, as JSON, for programs.
+
+    Raises:
+        RunError: there is no run.
+        CacheError: its cache is missing or damaged.
+    """
+    config = run.config()
+    snapshot = run.require_checkpoint()
+    cache = Cache(config.cache.path, generation=int(snapshot.cache["generation"]))
+    totals, raw = cache.manifest.totals, cache.spec.raw_bytes_per_token
+    evaluations = run.evaluations()
+    first, last = evaluations[0], evaluations[-1]
+    stored = totals.stored_bytes / max(totals.num_tokens, 1)
+    return {
+        "num_samples": totals.num_samples,
+        "num_tokens": totals.num_tokens,
+        "bytes_per_token": stored,
+        "raw_bytes_per_token": raw,
+        "stored_over_raw": stored / raw,
+        "steps": snapshot.step,
+        "heldout_samples": last["num_samples"],
+        "heldout_loss": [first["loss"], last["loss"]],
+        "tau_chain": last["tau_chain"],
+        "tau_walk": last["tau_walk"],
+        "tau_tree": last["tau_tree"],
+        "checkpoint": str(newest_valid(run.path)),
+        "export": str(export) if export.is_dir() else None,
+    }
+
+
+def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """`facts` as a table of names and values."""
+
+    def number(value: float | None, digits: int = 3) -> str:
+        return "none" if value is None else f"{value:.{digits}f}"
+
+    first, last = facts["heldout_loss"]
+    trees = ", ".join(f"{number(tau)} (B={size})" for size, tau in facts["tau_tree"].items())
+    return [
+        ("samples", f"{facts['num_samples']:,}"),
+        ("tokens", f"{facts['num_tokens']:,}"),
+        (
+            "bytes per token",
+            f"{facts['bytes_per_token']:,.0f} stored, {facts['raw_bytes_per_token']:,} as bf16 "
+            f"({facts['stored_over_raw']:.3f})",
+        ),
+        ("steps", f"{facts['steps']:,}"),
+        (
+            "held-out loss",
+            f"{number(first, 4)} -> {number(last, 4)} ({facts['heldout_samples']} samples)",
+        ),
+        (
+            "acceptance length",
+            f"chain {number(facts['tau_chain'])}, walk {number(facts['tau_walk'])}",
+        ),
+        ("  of trees", trees),
+        ("checkpoint", facts["checkpoint"]),
+        ("export", facts["export"] or "none yet"),
+    ]
