@@ -23,6 +23,7 @@ ifeq ($(CONFIG),demo)
 TARGET := $(DEMO)
 endif
 
+comma := ,
 cache_options := --config $(CACHE_CONFIG) --set 'cache.path=$(CACHE)'
 ifneq ($(DATA),)
 cache_options += --set 'data.sources=[$(patsubst %,"%"$(comma),$(DATA))]'
@@ -30,7 +31,6 @@ endif
 ifneq ($(WORKERS),)
 cache_options += --workers $(WORKERS)
 endif
-comma := ,
 overrides = $(foreach pair,$(SET),--set '$(pair)')
 
 # Threads that spin while they wait starve everything else on a small machine.

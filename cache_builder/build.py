@@ -190,7 +190,7 @@ def find_or_make_plan(config: BuildConfig, spec: CaptureSpec, template: ChatTemp
         logger.info("%d samples are new, %d are in the cache already", len(writer), num_known)
         return writer.commit(
             key=key,
-            shard_tokens=max(1, config.plan.shard_mib * 2**20 // spec.raw_bytes_per_token),
+            shard_tokens=max(1, int(config.plan.shard_mib * 2**20) // spec.raw_bytes_per_token),
             report={**report, "already_cached": num_known},
         )
     finally:

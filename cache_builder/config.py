@@ -97,7 +97,7 @@ class CaptureConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanConfig:
-    shard_mib: int = 2048
+    shard_mib: float = 2048
     """Raw bfloat16 states in one shard, MiB. Stored it is a third to two thirds of that."""
 
     def __post_init__(self) -> None:

@@ -1,6 +1,7 @@
 """A text as tokens that know which characters they cover."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
 class Stop:
     """A special token in a text: it may end a turn."""
 
+    token_id: int
     start: int
     end: int
-    is_eos: bool
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -60,6 +61,12 @@ class Encoder:
         added = tokenizer.added_tokens_decoder.items()
         self._special_ids = np.array([i for i, token in added if token.special], np.int64)
 
+    @cached_property
+    def _spaced_ids(self) -> npt.NDArray[np.int64]:
+        """Tokens whose text begins with a space, as byte-level and sentence pieces write it."""
+        vocab = self._tokenizer.get_vocab()
+        return np.array([i for token, i in vocab.items() if token[:1] in ("Ġ", "▁")], np.int64)
+
     def encode(self, text: str) -> Encoding:
         """Tokens of `text`.
 
@@ -82,17 +89,19 @@ class Encoder:
         ids = np.array(output["input_ids"], np.int64)
         offsets = np.array(output["offset_mapping"], np.int64).reshape(-1, 2)
         ends = np.maximum.accumulate(offsets[:, 1])
-        # Some tokenizers leave a token's leading space out of its offsets. It starts where the
+        # Some tokenizers leave a token's own leading space out of its offsets. It starts where the
         # token before it ends; else a token across the edge of an answer would look like its first.
-        starts = np.minimum(offsets[:, 0], np.concatenate([[0], ends])[: len(ids)])
+        starts, ended = offsets[:, 0], np.concatenate([[0], ends])[: len(ids)]
+        gaps = np.flatnonzero(starts > ended)
+        gaps = gaps[np.isin(ids[gaps], self._spaced_ids)] if len(gaps) else gaps
+        starts[gaps] = ended[gaps]
         special = np.flatnonzero(np.isin(ids, self._special_ids))
         for i in special:
             # Some special tokens swallow the white space around them, which is not their text.
             covered = text[starts[i] : ends[i]]
             starts[i] += len(covered) - len(covered.lstrip())
             ends[i] -= len(covered) - len(covered.rstrip())
-        eos_id = self._tokenizer.eos_token_id
-        stops = tuple(Stop(int(starts[i]), int(ends[i]), bool(ids[i] == eos_id)) for i in special)
+        stops = tuple(Stop(int(ids[i]), int(starts[i]), int(ends[i])) for i in special)
         return Encoding(ids, starts, ends, stops)
 
     def encode_document(self, text: str) -> npt.NDArray[np.int64]:

@@ -18,9 +18,10 @@ import numpy as np
 import numpy.typing as npt
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from cache_builder.answer import locate_answer
 from cache_builder.conversation import Conversation, Drop, DropReason, Message, RowRefusedError
 from cache_builder.encoding import Encoder
-from cache_builder.spans import Span, locate_answer, marked_spans, occurrence_spans, prefix_spans
+from cache_builder.spans import Span, marked_spans, occurrence_spans, prefix_spans
 from shared.errors import TargetError
 
 if TYPE_CHECKING:
@@ -125,15 +126,17 @@ class ChatTemplate:
                     DropReason.MODE_MISMATCH,
                     f"answered with {key} = {value!r}, but the template arguments say {ours!r}",
                 )
-        has_tags = any(message.verbatim is not None for message in conversation.messages)
-        drop: Drop | None = None
-        for verbatim in (True, False) if has_tags else (False,):
-            try:
-                return self._tokenize(conversation, verbatim=verbatim)
-            except RowRefusedError as error:
-                drop = error.drop
-        assert drop is not None
-        return drop
+        result = self._try(conversation, verbatim=False)
+        if any(message.verbatim is not None for message in conversation.messages):
+            # Some templates know thoughts as a field, others print the tags of the content.
+            if isinstance(result, MaskedTokens) and not result.num_unsupervised_turns:
+                return result
+            printed = self._try(conversation, verbatim=True)
+            if isinstance(result, Drop) or (
+                isinstance(printed, MaskedTokens) and not printed.num_unsupervised_turns
+            ):
+                return printed
+        return result
 
     def tokenize_text(self, text: str) -> MaskedTokens | Drop:
         """Ids of plain text with all but the first token supervised.
@@ -147,6 +150,12 @@ class ChatTemplate:
         mask = np.ones(len(ids), np.uint8)
         mask[:1] = 0
         return MaskedTokens(ids.astype(np.int32), mask)
+
+    def _try(self, conversation: Conversation, *, verbatim: bool) -> MaskedTokens | Drop:
+        try:
+            return self._tokenize(conversation, verbatim=verbatim)
+        except RowRefusedError as error:
+            return error.drop
 
     def _tokenize(self, conversation: Conversation, *, verbatim: bool) -> MaskedTokens:
         messages = conversation.messages
@@ -164,7 +173,13 @@ class ChatTemplate:
             is_last = turn == turns[-1]
             is_cut = is_last and conversation.is_cut_off
             answer = locate_answer(
-                text, span, messages[turn], encoding.stops, is_last=is_last, is_cut=is_cut
+                text,
+                span,
+                messages[turn],
+                encoding.stops,
+                eos_id=self._tokenizer.eos_token_id,
+                is_last=is_last,
+                is_cut=is_cut,
             )
             if answer is None:
                 num_unsupervised += 1
@@ -187,20 +202,6 @@ class ChatTemplate:
         self, text: str, conversation: Conversation, turns: Sequence[int], *, verbatim: bool
     ) -> list[Span]:
         messages, tools = conversation.messages, list(conversation.tools) or None
-        template = self._tokenizer.get_chat_template(tools=tools)
-        if GENERATION_MARKER.search(template):
-            rendered, marks = render_jinja_template(
-                [_fields(messages, verbatim=verbatim)],
-                tools=tools,
-                chat_template=template,
-                return_assistant_tokens_mask=True,
-                **{**self._tokenizer.special_tokens_map, **self.arguments},
-            )
-            if rendered != [text]:
-                raise RowRefusedError(
-                    DropReason.MASK_NOT_PROVABLE, "the template renders differently each time"
-                )
-            return marked_spans(text, marks[0], turns)
 
         def render(num_messages: int, generation_prompt: bool) -> str | None:
             if (num_messages, generation_prompt) == (len(messages), False):
@@ -215,6 +216,20 @@ class ChatTemplate:
             except RENDER_ERRORS:
                 return None
 
+        template = self._tokenizer.get_chat_template(tools=tools)
+        if GENERATION_MARKER.search(template):
+            rendered, marks = render_jinja_template(
+                [_fields(messages, verbatim=verbatim)],
+                tools=tools,
+                chat_template=template,
+                return_assistant_tokens_mask=True,
+                **{**self._tokenizer.special_tokens_map, **self.arguments},
+            )
+            if rendered != [text]:
+                raise RowRefusedError(
+                    DropReason.MASK_NOT_PROVABLE, "the template renders differently each time"
+                )
+            return marked_spans(text, marks[0], turns, render)
         spans = prefix_spans(text, turns, render)
         return occurrence_spans(text, messages, turns, render) if spans is None else spans
 

@@ -12,7 +12,7 @@ from safetensors.torch import load, save
 
 from shared.codec import Calibration
 from shared.errors import CacheError, CacheIncompatibleError, CacheNotFoundError
-from shared.files import sha256_bytes
+from shared.files import canonical_json, sha256_bytes
 from shared.head import Head
 from shared.index import SampleIndex
 from shared.manifest import Manifest, ShardRecord
@@ -66,7 +66,8 @@ class Cache:
         if self.manifest.fingerprint != self.spec.fingerprint:
             raise CacheIncompatibleError(
                 f"{path}: {MANIFEST} has fingerprint {self.manifest.fingerprint[:16]}, "
-                f"{DESCRIPTION} has {self.spec.fingerprint[:16]}. The files are of two caches."
+                f"{DESCRIPTION} has {self.spec.fingerprint[:16]}. The files are of two caches, or "
+                f"{DESCRIPTION} was changed."
             )
         self.shard_ids = self.manifest.shard_ids
         self.index = self._read_index()
@@ -166,13 +167,16 @@ def read_calibration(
     _require_digest(data, name, f"{storage}/{key}")
     try:
         tensors = load(data)
-        calibration = Calibration(tensors["mean"], tensors["step"])
+        mean_LD, step_LD = tensors["mean"], tensors["step"]
     except (SafetensorError, ValueError, KeyError) as error:
         raise CacheError(f"{storage}/{key}: not a calibration ({error}).") from None
     shape = (spec.num_captured, spec.target.hidden_size)
-    if calibration.mean_LD.shape != shape or calibration.step_LD.shape != shape:
-        raise CacheError(f"{storage}/{key}: expected tensors of shape {shape}.")
-    return calibration
+    for tensor in (mean_LD, step_LD):
+        if tensor.shape != shape or tensor.dtype != torch.float32 or not tensor.isfinite().all():
+            raise CacheError(f"{storage}/{key}: expected finite float32 tensors of shape {shape}.")
+    if not (step_LD > 0).all():
+        raise CacheError(f"{storage}/{key}: a step is not positive.")
+    return Calibration(mean_LD, step_LD)
 
 
 def read_description(storage: LocalStorage) -> dict[str, Any]:
@@ -198,6 +202,12 @@ def read_description(storage: LocalStorage) -> dict[str, Any]:
         )
     if not isinstance(fields.get("spec"), dict) or not isinstance(fields.get("head_sha256"), str):
         raise CacheError(f"{where}: 'spec' or 'head_sha256' is missing. The file is damaged.")
+    found = sha256_bytes(canonical_json(fields["spec"]))
+    if (stated := fields.get("fingerprint")) != found:
+        raise CacheError(
+            f"{where}: states fingerprint {str(stated)[:16]}, its 'spec' has {found[:16]}. It was "
+            "changed or damaged after it was written."
+        )
     return fields
 
 
@@ -214,9 +224,11 @@ def read_manifest(storage: LocalStorage, generation: int | None = None) -> Manif
             + ("nothing is published yet. " if generation is None else "no such generation. ")
             + "Run `make cache` again: it resumes from the shards already there."
         )
-    return Manifest.from_dict(
-        _parse_json(storage.read(key), f"{storage}/{key}"), f"{storage}/{key}"
-    )
+    where = f"{storage}/{key}"
+    manifest = Manifest.from_dict(_parse_json(storage.read(key), where), where)
+    if generation is not None and manifest.generation != generation:
+        raise CacheError(f"{where}: it holds generation {manifest.generation}. It was replaced.")
+    return manifest
 
 
 def read_checked(storage: LocalStorage, key: str, digest: str) -> Any:
@@ -236,6 +248,10 @@ def _require_digest(data: bytes, digest: str, where: str) -> None:
 
 def _parse_json(data: bytes, where: str) -> Any:
     try:
-        return json.loads(data)
-    except ValueError as error:
+        return json.loads(data, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
         raise CacheError(f"{where}: not JSON ({error}). The file is damaged.") from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number")

@@ -185,10 +185,12 @@ class LevelCodec:
         """Mean and step per channel from `hidden_TLD`, without the tokens of massive activations.
 
         Those (rms beyond 5 times the layer's median) would widen every step of their channels.
+        Tokens that are not finite are left out too: one would spoil every channel.
         """
         hidden = hidden_TLD.float()
         rms_TL = hidden.square().mean(-1).sqrt()
-        normal_TL = rms_TL <= 5 * rms_TL.median(0).values
+        normal_TL = rms_TL <= 5 * rms_TL.nanmedian(0).values
+        hidden = hidden.where(normal_TL.unsqueeze(-1), 0.0)
         weight_TL1 = (normal_TL / normal_TL.sum(0).clamp_min(1)).unsqueeze(-1)
         mean_LD = (hidden * weight_TL1).sum(0)
         variance_LD = ((hidden - mean_LD).square() * weight_TL1).sum(0)

@@ -7,6 +7,7 @@ so is an unknown key (with a suggestion), a missing one, and `true` for a number
 
 import dataclasses
 import difflib
+import math
 import tomllib
 import types
 import typing
@@ -123,7 +124,7 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
     if origin in (Union, types.UnionType):
         return _convert_union(arguments, value, where)
     if origin is Literal:
-        if value not in arguments:
+        if not any(value == choice and type(value) is type(choice) for choice in arguments):
             hint = _suggest(str(value), [str(choice) for choice in arguments])
             raise ConfigError(f"{where}: expected one of {list(arguments)}, got {value!r}{hint}")
         return value
@@ -172,14 +173,13 @@ def _convert_scalar(kind: Any, value: Any, where: str) -> Any:
         return value
     if kind is int and isinstance(value, int) and not isinstance(value, bool):
         return value
-    if kind is float and not isinstance(value, bool):
-        if isinstance(value, int | float):
-            return float(value)
-        if isinstance(value, str):
-            try:
-                return float(value)
-            except ValueError:
-                pass
+    if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except (ValueError, OverflowError):
+            number = math.nan
+        if math.isfinite(number):  # nan would pass every range check
+            return number
     if kind is str and isinstance(value, str):
         return value
     raise ConfigError(f"{where}: expected {kind.__name__}, got {value!r}")

@@ -6,13 +6,23 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from shared.errors import CacheError, DraftCacheError, OutOfSpaceError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_REFUSED = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EEXIST,
+    errno.ENAMETOOLONG,
+)
+"""The path is at fault, and whoever chose it can choose another."""
 
 
 def canonical_json(value: Any) -> bytes:
@@ -46,11 +56,16 @@ def write_bytes(path: Path, data: bytes) -> None:
     """Replace `path` in one step: a reader sees the old file or the new one."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     with writing(path):
-        with partial.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+        try:
+            with partial.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        except BaseException:
+            with suppress(OSError):
+                partial.unlink()  # a full disk needs the space back
+            raise
         sync_directory(path.parent)
 
 
@@ -125,7 +140,7 @@ def writing(path: Path) -> Iterator[None]:
                 f"{path}: no space left on the disk. What is committed is kept: free some space "
                 "and run the same command again."
             ) from error
-        if isinstance(error, PermissionError) or error.errno in (errno.EROFS, errno.ENOTDIR):
+        if error.errno in _REFUSED:
             raise DraftCacheError(
                 f"{path}: cannot be written ({os.strerror(error.errno or 0)}). "
                 "Choose another path or change its permissions."

@@ -5,6 +5,7 @@ Stage one writes them once to `head.safetensors`; stage two never loads the targ
 V rows of the vocabulary   D hidden size
 """
 
+import json
 from dataclasses import dataclass
 
 import torch
@@ -68,5 +69,11 @@ class Head:
                 )
             if tensor.dtype != torch.bfloat16:
                 raise CacheError(f"{where}: tensor {name!r} is {tensor.dtype}, expected bfloat16.")
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        tied = (header.get("__metadata__") or {}).get("tied")
+        if tied != str("lm_head" not in tensors).lower():
+            raise CacheError(
+                f"{where}: it says tied = {tied!r}, its tensors are {', '.join(sorted(tensors))}."
+            )
         embedding = tensors["embedding"]
         return cls(embedding, tensors.get("lm_head", embedding), tensors["final_norm"])

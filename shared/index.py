@@ -77,7 +77,7 @@ class SampleIndex:
         except (SafetensorError, ValueError, KeyError) as error:
             raise CacheError(f"{where}: not a sample index ({error}).") from None
         found = {name: (array.dtype, array.shape) for name, array in arrays.items()}
-        num = len(arrays["row"]) if "row" in arrays else -1
+        num = arrays["row"].size if "row" in arrays else -1
         expected = {
             name: (kind, (num, SAMPLE_ID_BYTES) if name == "sample_ids" else (num,))
             for name, kind in _TYPES.items()

@@ -6,12 +6,14 @@ from typing import Any, Self, TypeVar
 
 from shared import config
 from shared.errors import CacheError, CacheIncompatibleError, ConfigError
+from shared.files import canonical_json, sha256_bytes
 from shared.spec import FORMAT_VERSION
 
 T = TypeVar("T")
 
 _SHARD_ID = re.compile(r"[0-9]{4,}-[0-9]{5,}")
 _FILE_NAME = re.compile(r"[a-z0-9_]+(/[a-z0-9_]+)*(\.json)?")
+_OWN_DIGEST = "sha256"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -142,12 +144,28 @@ class Manifest:
         return sorted(self.records)
 
     def to_dict(self) -> dict[str, Any]:
+        """The fields and, since nothing else covers this file, a digest of them."""
         fields: dict[str, Any] = config.to_dict(self)
-        return fields
+        return {**fields, _OWN_DIGEST: sha256_bytes(canonical_json(fields))}
 
     @classmethod
     def from_dict(cls, fields: Any, where: str) -> Self:
-        return _parse(cls, fields, where)
+        """Parse what `to_dict` wrote.
+
+        Raises:
+            CacheError: it was changed or damaged.
+        """
+        digest = None
+        if isinstance(fields, dict):
+            digest = fields.get(_OWN_DIGEST)
+            fields = {key: value for key, value in fields.items() if key != _OWN_DIGEST}
+        manifest = _parse(cls, fields, where)
+        if digest != (found := manifest.to_dict()[_OWN_DIGEST]):
+            raise CacheError(
+                f"{where}: states sha256 {str(digest)[:16]}, its fields have {found[:16]}. It was "
+                "changed or damaged after it was written. Run `cache-builder verify`."
+            )
+        return manifest
 
 
 def _parse(cls: type[T], fields: Any, where: str) -> T:

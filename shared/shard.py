@@ -187,7 +187,8 @@ class ShardWriter:
         )
 
     def close(self) -> None:
-        self._file.close()
+        with writing(self._directory):  # closing writes what is still buffered
+            self._file.close()
 
     def _append(self, data: bytes) -> None:
         with writing(self._directory):
@@ -379,6 +380,11 @@ class ShardReader:
 
     def _read_index(self) -> npt.NDArray[np.void]:
         num_chunks = len(self.arrays["chunk_crc32c"])
+        if STATES_OBJECT not in self.record.files:
+            raise ShardCorruptError(
+                f"{self._storage}: shard {self.record.shard_id}, {STATES}: not in the record. "
+                "Run `cache-builder repair`."
+            )
         total = self.record.files[STATES_OBJECT].size
         size = num_chunks * _INDEX_ENTRY.itemsize + _CRC_BYTES
         key = f"{self._prefix}/{STATES_OBJECT}"

@@ -5,7 +5,7 @@ not part of it: a cache may move, and a target is its weights.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from shared import config
 from shared.codec import CHUNK_TOKENS, Codec, codec_from_dict
@@ -67,8 +67,6 @@ class CaptureSpec:
     chunk_tokens: int = CHUNK_TOKENS
     format_version: int = FORMAT_VERSION
 
-    FIELD: ClassVar[str] = "spec"
-
     def __post_init__(self) -> None:
         ids = self.target_layer_ids
         if not ids or list(ids) != sorted(set(ids)):
@@ -118,8 +116,8 @@ class CaptureSpec:
             )
         try:
             spec = config.build(cls, fields)
-            codec_from_dict(dict(spec.codec))
-        except ConfigError as error:
+            spec.build_codec()
+        except (ConfigError, CacheIncompatibleError) as error:
             raise CacheIncompatibleError(f"{where}: {error}") from None
         return spec
 

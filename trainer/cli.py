@@ -23,25 +23,25 @@ def main() -> None:
     """
 
 
-@main.command()
+@main.command("train")
 @cli.config_options
 @click.option(
     "--resume/--fresh",
     default=True,
     help="Go on from the newest checkpoint (default), or delete what the run has and begin anew.",
 )
-def train(path: Path, overrides: tuple[str, ...], resume: bool) -> None:
+def train_command(path: Path, overrides: tuple[str, ...], resume: bool) -> None:
     """Train until `train.steps`, evaluating and saving on the way.
 
     Stopped at any moment, the same command goes on from the newest checkpoint and reaches the
     same weights.
     """
-    from trainer.train import Training, start_afresh
+    from trainer.train import start_afresh, train
 
     settings = config.load(TrainConfig, path, overrides)
     if not resume:
         start_afresh(settings.run.path)
-    Training(settings).train()
+    train(settings)
 
 
 @main.command()

@@ -19,12 +19,12 @@ from tqdm import tqdm
 from trainer.acceptance import chain_accepted, rank_of_gold, segments, tree_accepted
 from trainer.anchors import legal_anchors
 from trainer.batch import Batch, collate
-from trainer.checkpoint import restore
 from trainer.loss import weighing
 from trainer.metrics import AcceptanceTotals
 from trainer.run import Run
 from trainer.sampler import bucket_edges
 from trainer.session import Session
+from trainer.snapshot import restore
 from trainer.step import autocast, batch_loss, forward_blocks
 
 NUM_RANKS = 64

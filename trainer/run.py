@@ -8,8 +8,8 @@ from shared import config as configs
 from shared.errors import ConfigError, RunError
 from shared.files import read_json, write_json, writing
 from trainer import checkpoint as checkpoints
-from trainer.checkpoint import Snapshot
 from trainer.config import TrainConfig
+from trainer.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 

@@ -169,12 +169,11 @@ def _check(length: np.ndarray, tokens_per_batch: int) -> None:
 
 
 def _fill(length: np.ndarray, budget: int) -> tuple[np.ndarray, np.ndarray]:
-    """Order (positions in `length`) and sizes of micro-batches of at most `budget` tokens.
+    """Order (indices into the shuffled `length`) and sizes of batches of at most `budget` tokens.
 
     A micro-batch starts with the sample held longest in the reserve, goes on with the run of
     samples next in order that fits, and is topped up with the longest of the reserve that fit.
-    Starting with the oldest keeps the reserve from filling up with samples that never fit.
-    `length` is in shuffled order.
+    Starting with the oldest keeps the reserve from filling with samples that never fit.
     """
     num_samples = len(length)
     tokens = length.tolist()
@@ -227,9 +226,9 @@ def interleave(count: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     num_labels, total = len(count), int(count.sum())
     if num_labels == 1:
         return np.zeros(total, dtype=np.int64)
-    label = np.repeat(np.arange(num_labels), count)
-    ordinal = np.arange(total) - np.repeat(np.cumsum(count) - count, count) + 1
     scale = 2 * num_labels - 2
+    label = np.repeat(np.arange(num_labels), count)
+    ordinal = np.arange(1, total + 1) - np.repeat(np.cumsum(count) - count, count)
     per_label = scale * count[label]
     release = -(-((ordinal - 1) * scale + 1) * total // per_label)
     deadline = (ordinal * scale - 1) * total // per_label + 1

@@ -142,6 +142,8 @@ class _Wandb:
         return self._num_full + self._num_failed
 
     def offer(self, record: dict[str, Any]) -> None:
+        # Lists (sample ids, accuracy per slot) are for the file; W&B would chart none of them.
+        record = {key: value for key, value in record.items() if not isinstance(value, list)}
         self._num_offered += 1
         try:
             self._queue.put_nowait(record)

@@ -15,7 +15,7 @@ from shared.errors import NonFiniteError, RunError
 from shared.files import remove_tree, write_json
 from trainer import checkpoint as checkpoints
 from trainer.batch import Batch
-from trainer.checkpoint import CheckpointWriter, Snapshot
+from trainer.checkpoint_writer import CheckpointWriter
 from trainer.config import TrainConfig
 from trainer.evaluate import evaluate
 from trainer.loader import Loader
@@ -31,6 +31,7 @@ from trainer.optim import (
 from trainer.run import Run
 from trainer.sampler import epoch_batches, iterate, order_report
 from trainer.session import Session
+from trainer.snapshot import Snapshot, restore, take_snapshot
 from trainer.step import autocast, batch_loss, forward_blocks
 from trainer.tracking import Tracker
 
@@ -245,7 +246,7 @@ class Training:
         logger.info("order: %s", order_report(plan, lengths))
 
     def _snapshot(self, score: float | None) -> Snapshot:
-        return checkpoints.take_snapshot(
+        return take_snapshot(
             step=self.step,
             batch_position=self.step * self.config.train.batches_per_step,
             drafter=self.session.drafter,
@@ -261,10 +262,15 @@ class Training:
         self.session.require_same_cache(snapshot.cache, where)
         if snapshot.step > self.config.train.steps:
             raise RunError(f"{where}: the run is to end at step {self.config.train.steps}.")
-        checkpoints.restore(snapshot, self.session.drafter, self.optimizer)
+        restore(snapshot, self.session.drafter, self.optimizer)
         self.step = snapshot.step
         self.state = dict(snapshot.state)
         logger.info("resuming from step %d", self.step)
+
+
+def train(config: TrainConfig) -> None:
+    """Train, or go on training, the run that `config` describes: see `Training.train`."""
+    Training(config).train()
 
 
 def _scalars(heldout: dict[str, Any]) -> Iterator[tuple[str, float]]:

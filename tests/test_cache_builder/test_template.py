@@ -298,6 +298,19 @@ def test_rewritten_history_with_a_forged_generation_prompt_is_refused() -> None:
     assert refusal(counted, forged) == DropReason.MASK_NOT_PROVABLE
 
 
+def test_quoted_history_is_not_taken_for_the_answer() -> None:
+    quoted = thinking({"content": "one", "reasoning_content": "hm"}, SHAPES["field"])
+    turns = [{"role": m.role, "content": m.content} for m in quoted.messages]
+    turns[1]["reasoning_content"] = "hm"
+    turns[2]["content"] = "you thought hm and said one"
+    assert refusal(THINKING, parse({"messages": turns})) == DropReason.MASK_NOT_PROVABLE
+
+
+def test_history_that_is_closed_in_another_way_is_proven_by_its_prompts() -> None:
+    footed = CHATML + "{% if not add_generation_prompt %}{{ '</s>' }}{% endif %}"
+    assert runs(footed, chat("q", "a", "r", "c")) == ["a<|im_end|>", "c<|im_end|>"]
+
+
 def test_rewritten_history_without_generation_prompt_is_refused() -> None:
     counted = "{{ messages | length }}" + INSTRUCT
     assert refusal(counted, chat("q", "a")) == DropReason.MASK_NOT_PROVABLE

@@ -8,10 +8,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -19,17 +21,11 @@ from torch import Tensor, nn
 import trainer.checkpoint
 from shared.errors import RunError
 from shared.files import canonical_json, sha256_bytes, write_json
-from trainer.checkpoint import (
-    CheckpointWriter,
-    Snapshot,
-    load,
-    newest_valid,
-    restore,
-    save,
-    take_snapshot,
-)
+from trainer.checkpoint import load, newest_valid, save
+from trainer.checkpoint_writer import CheckpointWriter
 from trainer.config import CheckpointConfig, OptimizerConfig
 from trainer.optim import build_optimizer, learning_rate, scale_and_clip_, set_learning_rate
+from trainer.snapshot import Snapshot, restore, take_snapshot
 
 CONFIG = OptimizerConfig(lr=0.05, weight_decay=0.1)
 
@@ -74,6 +70,10 @@ def filled(step: int, **fields: Any) -> Snapshot:
         parameter.data.fill_(float(step))
     optimizer = build_optimizer(model.named_parameters(), CONFIG)
     return snapshot_of(model, optimizer, step, **fields)
+
+
+def clones(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in tensors.items()}
 
 
 def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
@@ -155,14 +155,14 @@ def test_a_snapshot_does_not_follow_training_and_restoring_shares_no_memory() ->
     optimizer = build_optimizer(model.named_parameters(), CONFIG)
     train(model, optimizer, range(2))
     taken = snapshot_of(model, optimizer, 2)
-    copy = snapshot_of(model, optimizer, 2)
+    weights, moments = clones(taken.drafter), clones(taken.optimizer)
     train(model, optimizer, range(2, 4))
-    assert same(taken.drafter, copy.drafter)
-    assert same(taken.optimizer, copy.optimizer)
+    assert same(taken.drafter, weights)
+    assert same(taken.optimizer, moments)
     restore(taken, model, optimizer)
     train(model, optimizer, range(2, 4))
-    assert same(taken.drafter, copy.drafter)
-    assert same(taken.optimizer, copy.optimizer)
+    assert same(taken.drafter, weights)
+    assert same(taken.optimizer, moments)
 
 
 def test_a_state_that_json_cannot_hold_is_refused_in_the_training_thread() -> None:
@@ -353,16 +353,15 @@ def test_looking_changes_nothing_and_starting_removes_leftovers(tmp_path: Path) 
 def fail_saves(monkeypatch: pytest.MonkeyPatch, num_failures: int) -> None:
     """Let the disk be full for the first `num_failures` files."""
     left = [num_failures]
-    real = trainer.checkpoint.save_file
 
     def save_file(tensors: dict[str, Tensor], path: Path, **options: Any) -> None:
         if left[0] > 0:
             left[0] -= 1
             path.write_bytes(b"half")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        real(tensors, path, **options)
+        safetensors.torch.save_file(tensors, path, **options)
 
-    monkeypatch.setattr(trainer.checkpoint, "save_file", save_file)
+    monkeypatch.setattr("trainer.checkpoint.save_file", save_file)
 
 
 def test_two_refused_saves_cost_two_warnings(
@@ -411,7 +410,7 @@ def test_a_bug_in_a_save_is_raised_in_the_training_thread_as_it_is(
     def save_file(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("bug")
 
-    monkeypatch.setattr(trainer.checkpoint, "save_file", save_file)
+    monkeypatch.setattr("trainer.checkpoint.save_file", save_file)
     writer = CheckpointWriter(tmp_path, CheckpointConfig())
     writer.submit(filled(1))
     with pytest.raises(ZeroDivisionError):
@@ -435,18 +434,17 @@ def test_a_slow_save_does_not_hold_up_steps_and_only_the_next_one_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk_is_ready = threading.Event()
-    real = trainer.checkpoint.save_file
 
     def save_file(tensors: dict[str, Tensor], path: Path, **options: Any) -> None:
         assert disk_is_ready.wait(20)
-        real(tensors, path, **options)
+        safetensors.torch.save_file(tensors, path, **options)
 
-    monkeypatch.setattr(trainer.checkpoint, "save_file", save_file)
+    monkeypatch.setattr("trainer.checkpoint.save_file", save_file)
     model = drafter()
     optimizer = build_optimizer(model.named_parameters(), CONFIG)
     with CheckpointWriter(tmp_path, CheckpointConfig()) as writer:
         train(model, optimizer, range(3))
-        expected = snapshot_of(model, optimizer, 3)
+        weights = clones(dict(model.state_dict()))
         writer.submit(snapshot_of(model, optimizer, 3))
         train(model, optimizer, range(3, 9))  # would never end if it waited for the disk
         writer.check()
@@ -456,8 +454,8 @@ def test_a_slow_save_does_not_hold_up_steps_and_only_the_next_one_waits(
         writer.submit(snapshot_of(model, optimizer, 9))
         assert 0.2 < writer.wait_seconds < 10
         loaded = load(tmp_path / "checkpoints" / "step-00000003")
-    assert same(loaded.drafter, expected.drafter)
-    assert same(loaded.optimizer, expected.optimizer)
+    assert same(loaded.drafter, weights)
+    assert loaded.optimizer["step.0.weight"] == 3
     assert steps_on_disk(tmp_path) == [3, 9]
 
 
@@ -475,71 +473,147 @@ def test_an_error_of_the_loop_is_not_replaced_by_one_of_the_writer(
         loop()
 
 
-SAVE_FOREVER = """
-import os, sys
+CHILDREN = """
+import os, signal, sys
 from pathlib import Path
 import torch
-from trainer.checkpoint import CheckpointWriter, Snapshot, load, newest_valid
+from trainer.checkpoint import load, newest_valid, save
+from trainer.checkpoint_writer import CheckpointWriter
 from trainer.config import CheckpointConfig
+from trainer.snapshot import Snapshot
+
+def snapshot(step):
+    tensors = {name: torch.full((30_000,), float(step)) for name in "abc"}
+    return Snapshot(step=step, batch_position=step, drafter=tensors, optimizer=tensors,
+                    config={}, cache={}, state={})
+
+def next_step(run_dir):
+    newest = newest_valid(run_dir)
+    return load(newest).step + 1 if newest else 1
 
 def save_forever(run_dir, progress):
-    newest = newest_valid(run_dir)
-    step = load(newest).step if newest else 0
+    step = next_step(run_dir)
     writer = CheckpointWriter(run_dir, CheckpointConfig(keep=2))
     while True:
-        step += 1
-        tensors = {name: torch.full((30_000,), float(step)) for name in "abc"}
-        writer.submit(Snapshot(step=step, batch_position=step, drafter=tensors,
-                               optimizer=tensors, config={}, cache={}, state={}))
+        writer.submit(snapshot(step))
         os.pwrite(progress, b"%08d" % (step - 1), 0)  # submit has seen the save before finish
+        step += 1
+
+def die_at_call(left):
+    # Die before the left-th change to the file system.
+    def counted(name, real):
+        def call(*args, **kwargs):
+            nonlocal left
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **kwargs)
+        setattr(os, name, call)
+    for name in ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir"):
+        counted(name, getattr(os, name))
+
+def save_once(run_dir, call):
+    CheckpointWriter(run_dir, CheckpointConfig()).close()
+    step = next_step(run_dir)
+    die_at_call(call)
+    save(run_dir, snapshot(step), keep=2)
 
 run_dir = Path(sys.argv[1])
 progress = os.open(run_dir / "progress", os.O_CREAT | os.O_RDWR)
-for _ in sys.stdin:
+for line in sys.stdin:
     if (child := os.fork()) == 0:
-        save_forever(run_dir, progress)
+        call = int(line)
+        save_once(run_dir, call) if call else save_forever(run_dir, progress)
+        os._exit(0)
     print(child, flush=True)
-    os.waitpid(child, 0)
-    print("dead", flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
-def test_sigkill_at_any_moment_loses_nothing_that_was_saved(tmp_path: Path) -> None:
-    rng = random.Random(0)
-    torn = 0
-    with subprocess.Popen(
-        [sys.executable, "-c", SAVE_FOREVER, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(trainer.checkpoint.__file__).parents[1],
-    ) as parent:
-        assert parent.stdin is not None
-        assert parent.stdout is not None
-        for _ in range(12):
-            parent.stdin.write("\n")
-            parent.stdin.flush()
-            child = int(parent.stdout.readline())
-            time.sleep(rng.uniform(0.02, 0.4))
-            os.kill(child, signal.SIGKILL)
-            assert parent.stdout.readline() == "dead\n"
+class Children:
+    """Starts processes that save, from one that has imported torch already."""
 
-            saved = int((tmp_path / "progress").read_text() or 0)
-            torn += len(list(tmp_path.glob("checkpoints/*.partial")))
-            newest = newest_valid(tmp_path)
-            if newest is None:
-                assert saved == 0
-                continue
-            snapshot = load(newest)
-            assert snapshot.step >= saved
-            assert all((value == snapshot.step).all() for value in snapshot.drafter.values())
-            assert all((value == snapshot.step).all() for value in snapshot.optimizer.values())
-            CheckpointWriter(tmp_path, CheckpointConfig()).close()
-            assert len(steps_on_disk(tmp_path)) <= 3
-            assert newest_valid(tmp_path) == newest
-        parent.stdin.close()
-    assert torn > 0, "no kill hit a save: the test proves nothing"
-    assert saved > 5
+    def __init__(self, run_dir: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CHILDREN, str(run_dir)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(trainer.checkpoint.__file__).parents[1],
+        )
+
+    def start(self, call: int) -> int:
+        """Save until killed, or for a `call` above 0 once, dying before that system call."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{call}\n")
+        self.process.stdin.flush()
+        return self._number()
+
+    def wait(self) -> int:
+        """Exit code of the last one; negative is a signal."""
+        return self._number()
+
+    def _number(self) -> int:
+        assert self.process.stdout is not None
+        return int(self.process.stdout.readline())
+
+
+@pytest.fixture
+def children(tmp_path: Path) -> Iterator[Children]:
+    started = Children(tmp_path)
+    with started.process:
+        yield started
+
+
+def saved_step(run_dir: Path) -> int:
+    """Step of the newest checkpoint, after checking that a kill has spoilt none of them."""
+    for path in (run_dir / "checkpoints").glob("step-????????"):
+        snapshot = load(path)
+        tensors = [*snapshot.drafter.values(), *snapshot.optimizer.values()]
+        assert all((value == snapshot.step).all() for value in tensors)
+    CheckpointWriter(run_dir, CheckpointConfig()).close()
+    newest = newest_valid(run_dir)
+    if newest is None:
+        return 0
+    assert steps_on_disk(run_dir)[-1] == load(newest).step  # no name that is not a step's
+    return load(newest).step
+
+
+def test_sigkill_at_random_moments_loses_nothing_that_was_saved(
+    tmp_path: Path, children: Children, caplog: pytest.LogCaptureFixture
+) -> None:
+    rng = random.Random(0)
+    num_torn = 0
+    for _ in range(10):
+        child = children.start(0)
+        time.sleep(rng.uniform(0.02, 0.4))
+        os.kill(child, signal.SIGKILL)
+        assert children.wait() == -signal.SIGKILL
+        num_torn += len(list(tmp_path.glob("checkpoints/*.partial")))
+        assert saved_step(tmp_path) >= int((tmp_path / "progress").read_text() or 0)
+        assert len(steps_on_disk(tmp_path)) <= 3
+    assert num_torn > 0, "no kill hit a save: the test proves nothing"
+    assert saved_step(tmp_path) > 5
+    assert caplog.text == ""
+
+
+def test_sigkill_before_each_change_of_a_save_leaves_whole_checkpoints_only(
+    tmp_path: Path, children: Children, caplog: pytest.LogCaptureFixture
+) -> None:
+    for call in (1000, 1000, 1000):  # enough for a rotation from the first kill on
+        children.start(call)
+        assert children.wait() == 0
+    call, results = 0, list[int]()
+    while not results or results[-1] != 0:
+        call += 1
+        before = saved_step(tmp_path)
+        children.start(call)
+        results.append(children.wait())
+        assert before <= saved_step(tmp_path) <= before + 1
+    # At least: a directory, five syncs, two renames, the rotation.
+    assert results[:-1] == [-signal.SIGKILL] * (len(results) - 1)
+    assert len(results) > 12
+    assert caplog.text == ""
 
 
 @pytest.mark.gpu

@@ -1,0 +1,330 @@
+"""Building, resuming after a kill, extending, refusing: the cache is what was asked for or absent."""
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cache_builder.build import build
+from cache_builder.commit import committed_shards
+from cache_builder.config import BuildConfig, TargetConfig
+from cache_builder.lock import builder_lock
+from cache_builder.pool import Events, run_processes
+from cache_builder.target import Target
+from cache_builder.worker import Job
+from shared.cache import MANIFEST, RECORDS, WIP, Cache
+from shared.errors import (
+    CacheIncompatibleError,
+    CacheLockedError,
+    CaptureError,
+    DataError,
+    DraftCacheError,
+    TargetError,
+)
+from shared.shard import GROUP
+from tests.conftest import conversations, write_jsonl
+
+MakeBuild = Callable[..., BuildConfig]
+
+
+def digests(cache: Path) -> dict[str, str]:
+    """What identifies a cache to the bit: the digest of every record, which hold all others."""
+    manifest = json.loads((cache / MANIFEST).read_text())
+    return {**manifest["records"], "index": manifest["index"]["sha256"]}
+
+
+@pytest.fixture(scope="module")
+def many_shards(tiny_build: MakeBuild) -> MakeBuild:
+    def make(cache: Path, **options: object) -> BuildConfig:
+        config = tiny_build(cache, **options)
+        return replace(config, plan=replace(config.plan, shard_mib=0.125))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def undisturbed(many_shards: MakeBuild, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    path = tmp_path_factory.mktemp("undisturbed") / "cache"
+    build(many_shards(path))
+    return digests(path)
+
+
+def test_lossless_states_are_the_hook_outputs_bit_for_bit(
+    tiny_build: MakeBuild, tiny_target: Path, tmp_path: Path
+) -> None:
+    config = tiny_build(tmp_path / "cache", preset="lossless", dtype="bfloat16")
+    # One sample a forward: a matrix product may round differently in another batch shape.
+    build(replace(config, capture=replace(config.capture, batch_tokens=1)))
+    cache = Cache(tmp_path / "cache")
+    target = Target.load(tiny_target, TargetConfig(path=str(tiny_target)), (0, 2), "cpu")
+    for position in range(len(cache.index)):
+        sample = cache.read(position)
+        (states,) = target.capture([sample.token_ids])
+        assert len(sample.token_ids) == cache.index.num_tokens[position]
+        assert torch.equal(cache.unpack(sample).view(torch.int16), states.view(torch.int16))
+
+
+def test_building_again_captures_nothing(many_shards: MakeBuild, tmp_path: Path) -> None:
+    config = many_shards(tmp_path / "cache")
+    first = build(config)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("c/0/0/0")}
+    second = build(config)
+    assert first.num_new_shards > 3
+    assert second.num_new_shards == 0
+    assert second.manifest == first.manifest
+    assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "cache").rglob("c/0/0/0")}
+
+
+def test_more_data_captures_only_the_new_samples(
+    many_shards: MakeBuild, tiny_data: Path, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    build(many_shards(cache))
+    first = Cache(cache)
+    more = write_jsonl(tmp_path / "more.jsonl", conversations(range(40, 60), "new"))
+    report = build(many_shards(cache, data=[tiny_data, more]))
+    second = Cache(cache)
+    assert len(first.index) == 48
+    assert len(report.plan) == 12  # 40..47 have the ids of samples that are there already
+    assert len(second.index) == 60
+    assert second.manifest.generation == 2
+    assert second.manifest.sources == ("even", "odd", "new")
+    assert report.plan.description["report"]["already_cached"] == 48
+    # What was there is untouched, and readers of the first generation still have it.
+    assert first.manifest.records.items() <= second.manifest.records.items()
+    old = Cache(cache, generation=1)
+    assert [old.read(i).sample_id for i in range(48)] == [
+        first.index.sample_id(i) for i in range(48)
+    ]
+
+
+def test_every_sample_is_stored_once_with_its_own_tokens(
+    many_shards: MakeBuild, tmp_path: Path
+) -> None:
+    report = build(many_shards(tmp_path / "cache"))
+    cache = Cache(tmp_path / "cache")
+    stored = {cache.read(i).sample_id: cache.read(i) for i in range(len(cache.index))}
+    assert len(stored) == len(report.plan) == 48
+    for position in range(len(report.plan)):
+        planned = report.plan.sample(position)
+        sample = stored[planned.sample_id]
+        assert np.array_equal(sample.token_ids, planned.token_ids)
+        assert np.array_equal(sample.loss_mask, planned.loss_mask)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        pytest.param({"layer_ids": (0, 1)}, "target_layer_ids", id="taps"),
+        pytest.param({"preset": "lossless"}, "codec.name", id="codec"),
+        pytest.param({"max_length": 200}, "tokens.max_length", id="length"),
+        pytest.param({"dtype": "bfloat16"}, "target.dtype", id="dtype"),
+    ],
+)
+def test_other_settings_are_refused_naming_the_field(
+    tiny_build: MakeBuild, tiny_cache: Path, change: dict[str, object], field: str
+) -> None:
+    before = (tiny_cache / MANIFEST).read_bytes()
+    with pytest.raises(CacheIncompatibleError, match=field):
+        build(tiny_build(tiny_cache, **change))
+    assert (tiny_cache / MANIFEST).read_bytes() == before
+
+
+def test_another_template_text_is_another_cache(
+    tiny_build: MakeBuild, tiny_cache: Path, tiny_target: Path, tmp_path: Path
+) -> None:
+    import shutil
+
+    target = tmp_path / "target"
+    shutil.copytree(tiny_target, target)
+    template = target / "chat_template.jinja"
+    template.write_text(template.read_text() + " ")
+    config = replace(tiny_build(tiny_cache), target=TargetConfig(path=str(target), dtype="float32"))
+    with pytest.raises(CacheIncompatibleError, match="template_sha256"):
+        build(config)
+
+
+def test_two_workers_make_the_cache_that_one_makes(
+    many_shards: MakeBuild, undisturbed: dict[str, str], tmp_path: Path
+) -> None:
+    config = many_shards(tmp_path / "cache")
+    build(replace(config, workers=replace(config.workers, num_workers=2)))
+    assert digests(tmp_path / "cache") == undisturbed
+
+
+def test_killed_at_random_moments_the_build_ends_with_the_same_cache(
+    many_shards: MakeBuild, undisturbed: dict[str, str], tmp_path: Path
+) -> None:
+    """SIGKILL, 20 times; each kill is followed by a resume, which may be killed again."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["cache_builder.build", "transformers.models.qwen3"])
+
+    def start(config: BuildConfig) -> "multiprocessing.process.BaseProcess":
+        process = context.Process(target=build, args=(config,))
+        process.start()
+        return process
+
+    timing = start(many_shards(tmp_path / "timing"))
+    began = time.monotonic()
+    timing.join(120)
+    assert timing.exitcode == 0
+    duration = time.monotonic() - began
+
+    rng = random.Random(0)
+    kills = midway = caches = 0
+    while kills < 20:
+        cache = tmp_path / f"cache-{caches}"
+        caches += 1
+        process = start(many_shards(cache))
+        while kills < 20:
+            process.join(rng.uniform(0, duration))
+            if process.exitcode is not None:
+                break
+            os.kill(process.pid or 0, signal.SIGKILL)
+            process.join()
+            kills += 1
+            midway += bool((cache / RECORDS).exists() and committed_shards(cache))
+            process = start(many_shards(cache))
+        process.join(120)
+        assert process.exitcode == 0
+        assert digests(cache) == undisturbed
+        assert not list((cache / WIP).iterdir())
+        assert not list(cache.rglob("*.partial"))
+        assert {p.name for p in (cache / GROUP).iterdir()} == {
+            "zarr.json",
+            *committed_shards(cache),
+        }
+    assert midway > 0, "no kill fell between two commits: the test has lost its point"
+
+
+def test_a_killed_worker_costs_no_shard(
+    many_shards: MakeBuild, undisturbed: dict[str, str], tmp_path: Path
+) -> None:
+    """One of two workers is killed after its first shard; the other captures the rest."""
+    cache = tmp_path / "cache"
+    config = many_shards(cache)
+    config = replace(config, workers=replace(config.workers, num_workers=2))
+    killed = []
+
+    def kill_one(name: str, tokens: int) -> None:
+        if killed:
+            return
+        children = multiprocessing.active_children()
+        victim = next(child for child in children if child.name == name)
+        os.kill(victim.pid or 0, signal.SIGKILL)
+        killed.append(name)
+
+    original = Events.__init__
+
+    def patched(self: Events, **events: object) -> None:
+        original(self, **{**events, "on_progress": kill_one})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Events, "__init__", patched)
+        build(config)
+    assert killed
+    assert digests(cache) == undisturbed
+
+
+def test_workers_that_all_die_leave_the_missing_shards_named(
+    many_shards: MakeBuild, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    report = build(many_shards(cache))
+    job = Job(
+        cache=cache,
+        plan=report.plan.directory,
+        spec=Cache(cache).spec,
+        target_path=tmp_path,  # not a target: every worker refuses
+        target=TargetConfig(path="-"),
+        batch_tokens=1,
+    )
+    events = Events(
+        on_prepared=lambda prepared: None,
+        on_progress=lambda name, tokens: None,
+        on_committed=lambda name, record, timing: None,
+    )
+    with pytest.raises(TargetError):
+        run_processes(job, ["cpu", "cpu"], ["0001-00000"], None, events)
+
+
+def test_a_second_builder_is_refused(tiny_build: MakeBuild, tmp_path: Path) -> None:
+    config = tiny_build(tmp_path / "cache")
+    build(config)
+    with builder_lock(tmp_path / "cache"), pytest.raises(CacheLockedError, match="another builder"):
+        build(config)
+    build(config)  # the lock went with its holder
+
+
+def test_unusable_states_fail_the_build_by_sample(tiny_build: MakeBuild, tmp_path: Path) -> None:
+    original = Target.capture
+
+    def poisoned(self: Target, token_ids: list[np.ndarray]) -> list[torch.Tensor]:
+        states = [state.clone() for state in original(self, token_ids)]
+        for ids, state in zip(token_ids, states, strict=True):
+            if len(ids) == 58:
+                state[3, 1, 5] = torch.nan
+        return states
+
+    config = tiny_build(tmp_path / "cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Target, "capture", poisoned)
+        with pytest.raises(CaptureError, match="block 2 are not finite"):
+            build(config)
+        # Allowed to lose some, the build ends, and the sample is named in the record.
+        build(replace(config, capture=replace(config.capture, max_quarantined_fraction=0.5)))
+    cache = Cache(tmp_path / "cache")
+    assert cache.manifest.totals.quarantined == 1
+    assert len(cache.index) == 47
+    assert 58 not in cache.index.num_tokens
+
+
+def test_a_directory_with_other_files_is_left_alone(tiny_build: MakeBuild, tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(DataError, match=r"thesis\.tex"):
+        build(tiny_build(tmp_path))
+
+
+def test_an_unwritable_path_is_one_line(tiny_build: MakeBuild, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(DraftCacheError, match="cannot be written"):
+        build(tiny_build(tmp_path / "file" / "cache"))
+
+
+def test_a_full_disk_keeps_what_is_committed(
+    many_shards: MakeBuild, undisturbed: dict[str, str], tmp_path: Path
+) -> None:
+    import errno
+
+    from shared.errors import OutOfSpaceError
+    from shared.shard import ShardWriter
+
+    cache = tmp_path / "cache"
+    original = ShardWriter._append
+    written = []
+
+    def full(self: ShardWriter, data: bytes) -> None:
+        written.append(len(data))
+        if len(written) > 30:
+            from shared.files import writing
+
+            with writing(self._directory):
+                raise OSError(errno.ENOSPC, "No space left on device")
+        original(self, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardWriter, "_append", full)
+        with pytest.raises(OutOfSpaceError, match="free some space"):
+            build(many_shards(cache))
+    assert committed_shards(cache)
+    build(many_shards(cache))
+    assert digests(cache) == undisturbed

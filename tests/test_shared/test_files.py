@@ -1,0 +1,229 @@
+"""Files are whole or absent, durable, and say what to do when the disk refuses."""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.errors import CacheError, DraftCacheError, OutOfSpaceError
+from shared.files import (
+    canonical_json,
+    commit_directory,
+    read_json,
+    remove_partials,
+    remove_tree,
+    sha256_bytes,
+    sha256_file,
+    write_bytes,
+    write_json,
+    writing,
+)
+
+
+def fails_with(error: BaseException) -> Callable[..., NoReturn]:
+    def fail(*_: object) -> NoReturn:
+        raise error
+
+    return fail
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+@pytest.mark.parametrize("before", [pytest.param(None, id="new"), pytest.param(b"old", id="old")])
+def test_an_interrupted_write_leaves_the_file_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, before: bytes | None
+) -> None:
+    path = tmp_path / "file"
+    if before is not None:
+        path.write_bytes(before)
+    owner = os if step == "fsync" else Path
+    monkeypatch.setattr(owner, step, fails_with(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        write_bytes(path, b"new")
+    monkeypatch.undo()
+    assert names(tmp_path) == ([] if before is None else ["file"])
+    assert before is None or path.read_bytes() == before
+
+
+def test_what_a_killed_write_left_behind_can_be_removed(tmp_path: Path) -> None:
+    write_bytes(tmp_path / "kept", b"data")
+    (tmp_path / "kept.123.partial").write_bytes(b"half")
+    assert remove_partials(tmp_path) == 1
+    assert names(tmp_path) == ["kept"]
+
+
+def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+    write_bytes(tmp_path / "file", b"a longer text")
+    write_bytes(tmp_path / "file", b"short")
+    assert (tmp_path / "file").read_bytes() == b"short"
+    assert names(tmp_path) == ["file"]
+
+
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Paths in the order of their fsync; a rename appears as `rename`."""
+    events: list[str] = []
+    fsync, rename, replace = os.fsync, Path.rename, Path.replace
+
+    def record_fsync(descriptor: int) -> None:
+        events.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def record(move: Callable[[Path, Path], Path]) -> Callable[[Path, Path], Path]:
+        def recorded(source: Path, target: Path) -> Path:
+            events.append("rename")
+            return move(source, target)
+
+        return recorded
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(Path, "rename", record(rename))
+    monkeypatch.setattr(Path, "replace", record(replace))
+    return events
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
+
+
+@needs_proc
+def test_a_file_is_synced_before_its_rename_and_its_name_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = synced(monkeypatch)
+    write_bytes(tmp_path / "file", b"data")
+    assert events == [f"{tmp_path}/file.{os.getpid()}.partial", "rename", str(tmp_path)]
+
+
+@needs_proc
+def test_a_directory_is_synced_with_all_it_holds_before_its_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = tmp_path / "wip" / "one", tmp_path / "done" / "one"
+    (source / "sub").mkdir(parents=True)
+    target.parent.mkdir()
+    (source / "sub" / "a").write_bytes(b"a")
+    (source / "b").write_bytes(b"b")
+    events = synced(monkeypatch)
+    commit_directory(source, target)
+    middle = events.index("rename")
+    assert set(events[:middle]) == {str(source / name) for name in (".", "b", "sub", "sub/a")}
+    assert set(events[middle + 1 :]) == {str(target.parent), str(source.parent)}
+    assert (target / "sub" / "a").read_bytes() == b"a"
+    assert names(source.parent) == []
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT], ids=["disk", "quota"])
+def test_a_full_disk_is_named_and_keeps_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    path = tmp_path / "file"
+    write_bytes(path, b"old")
+    monkeypatch.setattr(os, "fsync", fails_with(OSError(code, os.strerror(code))))
+    with pytest.raises(OutOfSpaceError, match=r"file: no space left .*run the same command again"):
+        write_bytes(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert names(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param("file/below", id="below-a-file"),
+        pytest.param("x" * 300, id="name-too-long"),
+        pytest.param("directory", id="a-directory"),
+    ],
+)
+def test_a_path_that_cannot_be_written_is_one_line(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "directory" / "full").mkdir(parents=True)
+    with pytest.raises(DraftCacheError, match=r"cannot be written .*Choose another path"):
+        write_bytes(tmp_path / place, b"data")
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EPERM, errno.EROFS])
+def test_a_path_without_permission_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    monkeypatch.setattr(Path, "open", fails_with(OSError(code, os.strerror(code))))
+    with pytest.raises(DraftCacheError, match=rf"cannot be written \({os.strerror(code)}\)"):
+        write_bytes(tmp_path / "file", b"data")
+
+
+def test_a_directory_where_a_file_lies_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(DraftCacheError, match="cannot be written"), writing(tmp_path / "file"):
+        (tmp_path / "file").mkdir(parents=True, exist_ok=True)
+
+
+def test_what_is_nobodys_fault_keeps_its_traceback(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="Input/output") as caught, writing(tmp_path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    assert not isinstance(caught.value, DraftCacheError)
+
+
+def test_an_error_of_ours_passes_unchanged(tmp_path: Path) -> None:
+    ours = OutOfSpaceError("as it was")
+    with pytest.raises(OutOfSpaceError) as caught, writing(tmp_path):
+        raise ours
+    assert caught.value is ours
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    # no lone surrogates: JSON readers disagree about them
+    | st.text(st.characters(exclude_categories=["Cs"])),
+    lambda children: st.lists(children) | st.dictionaries(st.text("ab"), children),
+    max_leaves=12,
+)
+
+
+@given(value=json_values)
+def test_written_json_reads_back(tmp_path_factory: pytest.TempPathFactory, value: object) -> None:
+    path = tmp_path_factory.getbasetemp() / "value.json"
+    write_json(path, value)
+    assert read_json(path, digest=sha256_file(path)) == value
+
+
+@pytest.mark.parametrize("write", [canonical_json, lambda v: write_json(Path("never"), v)])
+def test_json_never_holds_nan(write: Callable[[object], object]) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write({"loss": float("nan")})
+
+
+def test_canonical_json_does_not_depend_on_the_order_of_keys() -> None:
+    assert canonical_json({"b": 1, "a": [1.5, None, "é"]}) == rb'{"a":[1.5,null,"\u00e9"],"b":1}'
+    assert canonical_json({"b": 1, "a": 2}) == canonical_json({"a": 2, "b": 1})
+
+
+def test_reading_json_names_a_missing_a_changed_and_a_broken_file(tmp_path: Path) -> None:
+    path = tmp_path / "value.json"
+    with pytest.raises(CacheError, match=r"value\.json: missing"):
+        read_json(path)
+    path.write_bytes(b"{")
+    with pytest.raises(CacheError, match=r"value\.json: not JSON"):
+        read_json(path)
+    with pytest.raises(CacheError, match=r"value\.json: expected sha256 .* found"):
+        read_json(path, digest=sha256_bytes(b"{}"))
+
+
+def test_both_digests_agree_and_are_sha256(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"abc")
+    expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert sha256_file(tmp_path / "file") == sha256_bytes(b"abc") == expected
+
+
+def test_removing_a_tree_that_is_not_there_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    remove_tree(tmp_path / "a")
+    remove_tree(tmp_path / "a")
+    assert names(tmp_path) == []

@@ -1,0 +1,287 @@
+"""A run does what its configuration says, can be killed at any moment, and refuses to lie."""
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shared.errors import ConfigError, NonFiniteError, RunError
+from trainer import config as training
+from trainer.checkpoint import load, newest_valid
+from trainer.config import TrainConfig
+from trainer.train import Training, start_afresh, train
+
+MakeTrain = Callable[..., TrainConfig]
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def learned(run: Path) -> list[tuple[int, float, float]]:
+    """What must be the same, bit for bit, however often a run was interrupted."""
+    return [(m["step"], m["train/loss"], m["train/grad_norm"]) for m in metrics(run)]
+
+
+def final_weights(run: Path) -> dict[str, torch.Tensor]:
+    path = newest_valid(run)
+    assert path is not None
+    return load(path).drafter
+
+
+def test_a_run_writes_one_line_per_step_and_ends_with_a_checkpoint(
+    tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path
+) -> None:
+    train(tiny_train(tmp_path, tiny_cache, steps=5))
+    lines = metrics(tmp_path)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert all(line["train/loss"] > 0 for line in lines)
+    assert lines[-1]["heldout/tau_walk"] >= 1.0
+    assert newest_valid(tmp_path) == tmp_path / "checkpoints" / "step-00000005"
+    stored = json.loads((tmp_path / "config.json").read_text())
+    assert stored["optimizer"]["betas"] == [0.9, 0.95]
+
+
+def test_a_finished_run_does_nothing_twice(
+    tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path
+) -> None:
+    config = tiny_train(tmp_path, tiny_cache, steps=3)
+    train(config)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
+    lines = metrics(tmp_path)
+    train(config)
+    assert metrics(tmp_path) == lines
+    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
+
+
+def test_the_configured_recipe_is_on_the_live_objects(
+    tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path
+) -> None:
+    config = tiny_train(tmp_path, tiny_cache, steps=50, block_size=16)
+    run = Training(config)
+    for group in run.optimizer.param_groups:
+        assert group["betas"] == (0.9, 0.95)
+        assert group["eps"] == 1e-8
+        assert group["weight_decay"] == 0.0
+    supervised = torch.ones(1, 16, dtype=torch.bool)
+    supervised[0, 0] = False
+    weights = run.weigh(torch.zeros(1, 16), supervised)
+    assert weights[0, 0] == 0.0
+    assert weights[0, 1] == 1.0
+    assert weights[0, 15].item() == pytest.approx(0.1353, abs=1e-4)  # gamma 7 at block 16
+    batches = iter(run._loader())
+    rates = [run._train_step(batches)["train/lr"] for _ in range(4)]
+    assert rates[:2] == [3e-4, 6e-4]  # 4 % of 50 steps
+    assert rates[1] > rates[2] > rates[3]
+
+
+def test_the_noise_in_force_moves(tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path) -> None:
+    noise = training.NoiseConfig(scale=0.1, warmup_steps=4, hold_steps=1, decay_steps=2)
+    train(tiny_train(tmp_path, tiny_cache, steps=8, noise=noise))
+    scales = [line["train/noise_scale"] for line in metrics(tmp_path)]
+    assert scales == pytest.approx([0.0, 0.025, 0.05, 0.075, 0.1, 0.1, 0.05, 0.0])
+
+
+def test_only_the_drafter_is_optimized(
+    tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path
+) -> None:
+    run = Training(tiny_train(tmp_path, tiny_cache, steps=4))
+    before = run.session.head.lm_head_VD.clone(), run.session.head.embedding_VD.clone()
+    run.train()
+    assert torch.equal(run.session.head.lm_head_VD, before[0])
+    assert torch.equal(run.session.head.embedding_VD, before[1])
+    state = sum(
+        value.numel()
+        for held in run.optimizer.state.values()
+        for key, value in held.items()
+        if key != "step"
+    )
+    assert state == 2 * sum(p.numel() for p in run.session.drafter.parameters())
+
+
+def test_the_loss_of_a_step_does_not_depend_on_how_it_is_split(
+    tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path
+) -> None:
+    """Eight samples as one, two and eight micro-batches: the same gradients."""
+    gradients = []
+    for name, groups in [("one", [8]), ("two", [4, 4]), ("eight", [1] * 8)]:
+        run = Training(tiny_train(tmp_path / name, tiny_cache))
+        session = run.session
+        from trainer.anchors import legal_anchors
+        from trainer.batch import collate
+        from trainer.optim import scale_and_clip_
+        from trainer.step import batch_loss, forward_blocks
+
+        positions = iter(session.split.train[:8].tolist())
+        weight_sum = 0.0
+        for size in groups:
+            samples = [session.cache.read(next(positions)) for _ in range(size)]
+            anchors = [legal_anchors(sample.loss_mask.astype(bool))[::5] for sample in samples]
+            batch = collate(samples, anchors, epoch=0, bucket=0)
+            forward = forward_blocks(
+                session.drafter, session.head, batch, session.features.unpack(batch), 3
+            )
+            loss = batch_loss(forward, session.head, run.weigh, anchors_per_chunk=7)
+            loss.loss_sum.backward()
+            weight_sum += float(loss.weight_sum)
+        scale_and_clip_(session.drafter.parameters(), weight_sum, 1e9)
+        gradients.append(
+            [p.grad.clone() for p in session.drafter.parameters() if p.grad is not None]
+        )
+    for other in gradients[1:]:
+        for a, b in zip(gradients[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_killed_at_random_moments_a_run_learns_the_same(
+    tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path
+) -> None:
+    """SIGKILL, five times in one run: losses, norms and weights are those of an undisturbed run."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["trainer.train"])
+    straight = tiny_train(tmp_path / "straight", tiny_cache, steps=40)
+    process = context.Process(target=train, args=(straight,))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
+
+    rng = random.Random(0)
+    config = replace(straight, run=training.RunConfig(path=tmp_path / "killed"))
+    kills, resumed_at = 0, set()
+    while True:
+        process = context.Process(target=train, args=(config,))
+        process.start()
+        process.join(rng.uniform(0.5, 3.0) if kills < 5 else 120)
+        if process.exitcode is not None:
+            break
+        os.kill(process.pid or 0, signal.SIGKILL)
+        process.join()
+        kills += 1
+        resumed_at.add(newest_valid(tmp_path / "killed"))
+    assert process.exitcode == 0
+    assert kills
+    assert learned(tmp_path / "killed") == learned(tmp_path / "straight")
+    left, right = final_weights(tmp_path / "killed"), final_weights(tmp_path / "straight")
+    assert all(torch.equal(left[name], right[name]) for name in right)
+
+
+def test_eight_samples_can_be_learned_by_heart(
+    tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path
+) -> None:
+    """Overfitting: the loss goes under 0.1, which a leak or a shifted label would not allow."""
+    config = tiny_train(
+        tmp_path,
+        tiny_cache,
+        steps=700,
+        block_size=4,
+        loss=training.LossConfig(gamma=4.0),
+        optimizer=training.OptimizerConfig(lr=3e-3),
+        checkpoint=training.CheckpointConfig(every_steps=1000),
+    )
+    run = Training(config)
+    shortest = run.session.cache.index.num_tokens[run.session.split.train].argsort()[:8]
+    object.__setattr__(run.session.split, "train", run.session.split.train[shortest])
+    run.train()
+    assert metrics(tmp_path)[-1]["train/loss"] < 0.1
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_a_non_finite_step_never_reaches_the_weights(
+    tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path, policy: str
+) -> None:
+    config = tiny_train(tmp_path, tiny_cache, steps=4)
+    config = replace(config, train=replace(config.train, on_nonfinite=policy))
+    run = Training(config)
+    unpack, calls = run.session.features.unpack, []
+
+    def poisoned(batch: Any) -> torch.Tensor:
+        calls.append(batch)
+        states = unpack(batch)
+        return states * torch.nan if len(calls) == 6 else states  # the second step's batch
+
+    evaluations = 4  # held-out samples come first
+    object.__setattr__(run.session.features, "unpack", poisoned)
+    before = None
+    if policy == "stop":
+        with pytest.raises(NonFiniteError, match="step 2.*not applied"):
+            run.train()
+    else:
+        run.train()
+        assert metrics(tmp_path)[-1]["train/nonfinite_steps"] == 1
+        assert metrics(tmp_path)[1]["train/loss"] is None
+    del before
+    assert len(calls) >= evaluations
+    assert all(p.isfinite().all() for p in run.session.drafter.parameters())
+    (written,) = tmp_path.glob("nonfinite-*.json")
+    assert json.loads(written.read_text())["samples"] == list(calls[5].sample_ids)
+
+
+def test_resuming_with_another_recipe_is_refused_naming_the_key(
+    tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path
+) -> None:
+    config = tiny_train(tmp_path, tiny_cache, steps=2)
+    train(config)
+    changed = replace(config, optimizer=replace(config.optimizer, lr=1e-3))
+    with pytest.raises(RunError, match=r"optimizer\.lr: 0\.0006 before, 0\.001 now"):
+        train(changed)
+    # What does not touch learning may change.
+    train(replace(config, loader=training.LoaderConfig(num_threads=1)))
+    start_afresh(tmp_path)
+    train(changed)
+    assert len(metrics(tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("mask_token_id", "message"),
+    [
+        pytest.param(272, "272 rows", id="outside-the-embedding"),
+        pytest.param(2, "ends or pads", id="end-token"),
+        pytest.param(0, "ends or pads", id="pad-token"),
+    ],
+)
+def test_a_mask_token_that_cannot_be_right_is_refused(
+    tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path, mask_token_id: int, message: str
+) -> None:
+    config = tiny_train(tmp_path, tiny_cache)
+    config = replace(config, drafter=replace(config.drafter, mask_token_id=mask_token_id))
+    with pytest.raises(ConfigError, match=message):
+        Training(config)
+
+
+def test_a_run_stays_with_the_generation_it_started_from(
+    tiny_train: MakeTrain,
+    tiny_build: Callable[..., Any],
+    tiny_data: Path,
+    tmp_path: Path,
+) -> None:
+    from cache_builder.build import build
+    from tests.conftest import conversations, write_jsonl
+
+    cache = tmp_path / "cache"
+    build(tiny_build(cache))
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    train(tiny_train(straight, cache, steps=8))
+    half = Training(tiny_train(resumed, cache, steps=8))
+    half.config = replace(half.config, train=replace(half.config.train, steps=8))
+    stop = half._train_step
+
+    def stopping(batches: Any) -> dict[str, Any]:
+        if half.step == 5:
+            raise KeyboardInterrupt
+        return stop(batches)
+
+    half._train_step = stopping  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        half.train()
+    more = write_jsonl(tmp_path / "more.jsonl", conversations(range(50, 70)))
+    build(tiny_build(cache, data=[tiny_data, more]))
+    train(tiny_train(resumed, cache, steps=8))
+    assert learned(resumed) == learned(straight)

@@ -1,0 +1,116 @@
+"""Checkpoints in the background: a save never holds up a step."""
+
+import logging
+import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Self
+
+from shared.errors import RunError
+from shared.files import remove_tree
+from trainer.checkpoint import CHECKPOINTS, save
+from trainer.config import CheckpointConfig
+from trainer.snapshot import Snapshot
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointWriter:
+    """Writes snapshots from a thread of its own, one at a time.
+
+    A save that the disk refuses costs a warning and its own checkpoint; `max_failures` of them
+    in a row end the run. Use as a context manager, or call `close`.
+
+    Attributes:
+        wait_seconds: time that `submit` has spent waiting for the save before, so far.
+        num_failures: saves that have failed in a row.
+    """
+
+    def __init__(self, run_dir: Path, config: CheckpointConfig) -> None:
+        """Removes what a killed process left half written, so make one per run directory."""
+        for partial in (run_dir / CHECKPOINTS).glob("*.partial"):
+            logger.info("removing %s, left by a save that was cut short", partial)
+            remove_tree(partial)
+        self.wait_seconds = 0.0
+        self.num_failures = 0
+        self._run_dir = run_dir
+        self._config = config
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._save: Future[None] | None = None
+        self._error: OSError | None = None
+
+    def submit(self, snapshot: Snapshot) -> None:
+        """Save `snapshot` in the background. Waits only while the save before is unfinished.
+
+        Raises:
+            RunError: `max_failures` saves in a row have failed.
+        """
+        self._wait()
+        self.check()
+        self._save = self._executor.submit(self._write, snapshot)
+
+    def check(self) -> None:
+        """Raise what the saves finished so far call for. Costs nothing; ask it every step.
+
+        Raises:
+            RunError: `max_failures` saves in a row have failed.
+        """
+        if self._save is not None and self._save.done():
+            self._save.result()
+        if self.num_failures >= self._config.max_failures:
+            raise RunError(
+                f"{self._run_dir / CHECKPOINTS}: {self.num_failures} checkpoints in a row could "
+                f"not be written ({self._error}). The ones before them are kept: make room or "
+                "repair the disk, then run the same command again."
+            ) from self._error
+
+    def close(self) -> None:
+        """Wait for the last save.
+
+        Raises:
+            RunError: it failed, so the end of the run is not on disk.
+        """
+        self._wait()
+        self._executor.shutdown()
+        self.check()
+        if self._error is not None:
+            raise RunError(
+                f"{self._run_dir / CHECKPOINTS}: the last checkpoint could not be written "
+                f"({self._error}). Run the same command again to redo the steps since the one "
+                "before it."
+            ) from self._error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:  # the error on its way out matters more; a failed save has been logged
+            self._executor.shutdown()
+
+    def _wait(self) -> None:
+        if self._save is not None and not self._save.done():
+            started = time.perf_counter()
+            wait([self._save])
+            self.wait_seconds += time.perf_counter() - started
+
+    def _write(self, snapshot: Snapshot) -> None:
+        started = time.perf_counter()
+        try:
+            path = save(self._run_dir, snapshot, keep=self._config.keep)
+        except OSError as error:
+            self._error = error
+            self.num_failures += 1
+            logger.warning(
+                "checkpoint of step %d was not written (%s): failure %d in a row, %d end the "
+                "run. The checkpoints before it are kept.",
+                snapshot.step,
+                error,
+                self.num_failures,
+                self._config.max_failures,
+            )
+        else:
+            self._error = None
+            self.num_failures = 0
+            logger.info("wrote %s in %.1f s", path, time.perf_counter() - started)
