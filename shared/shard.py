@@ -114,7 +114,7 @@ class ShardWriter:
         """Append one sample.
 
         Raises:
-            ValueError: rows, tokens and mask differ in length.
+            ValueError: rows, tokens and mask differ in length, or the states are of another spec.
             OutOfSpaceError: the disk is full.
         """
         levels_TLD = sample.packed.levels_TLD.numpy().view(self._codec.stored_dtype)
@@ -123,6 +123,12 @@ class ShardWriter:
             raise ValueError(
                 f"sample {sample.sample_id}: {lengths[0]} rows of states, {lengths[1]} tokens, "
                 f"{lengths[2]} mask entries; they must be equal and positive"
+            )
+        expected = (self._spec.num_captured, self._spec.target.hidden_size)
+        if levels_TLD.shape[1:] != expected:
+            raise ValueError(
+                f"sample {sample.sample_id}: states of shape {levels_TLD.shape}, expected "
+                f"{(lengths[0], *expected)}"
             )
         step = self._spec.chunk_tokens
         for start in range(0, len(levels_TLD), step):

@@ -74,19 +74,15 @@ def test_sources_can_be_selected_and_unknown_ones_are_refused(tiny_cache: Path) 
         split_samples(cache, replace(config, sources=("odd", "third")))
 
 
-def test_samples_without_an_anchor_are_counted_not_trained(
-    tiny_build: MakeBuild, tmp_path: Path
-) -> None:
-    rows = [
-        {"source": "s", "input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 0, 1]},
-        {"source": "s", "input_ids": [5, 6, 7, 9], "loss_mask": [0, 0, 1, 1]},
-    ]
-    build(tiny_build(tmp_path / "cache", data=[write_jsonl(tmp_path / "d.jsonl", rows)]))
-    cache = Cache(tmp_path / "cache")
-    split = split_samples(cache, CacheConfig(path=tmp_path / "cache", heldout_fraction=0.0))
-    assert sorted(cache.index.num_anchors.tolist()) == [0, 1]
-    assert split.num_without_anchor == 1
-    assert len(split.train) == 1
+def test_samples_without_an_anchor_are_counted_not_trained(tiny_cache: Path) -> None:
+    cache = Cache(tiny_cache)
+    num_anchors = cache.index.num_anchors.copy()
+    num_anchors[[3, 17]] = 0
+    object.__setattr__(cache.index, "num_anchors", num_anchors)
+    split = split_samples(cache, CacheConfig(path=tiny_cache, heldout_fraction=0.0))
+    assert split.num_without_anchor == 2
+    assert len(split.train) == 46
+    assert not {3, 17} & set(split.train.tolist())
 
 
 def test_only_held_out_samples_leave_nothing_to_train_on(tiny_cache: Path) -> None:

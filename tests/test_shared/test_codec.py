@@ -1,0 +1,312 @@
+"""Codecs: exact where they promise it, bounded where they do not, and every byte is checked.
+
+T tokens of one sample   L captured layers   D hidden size   C tokens of one chunk
+"""
+
+import math
+import threading
+
+import google_crc32c
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shared.codec import (
+    CHUNK_TOKENS,
+    PRESETS,
+    Calibration,
+    Codec,
+    LevelCodec,
+    LosslessCodec,
+    Packed,
+    check_chunk_bytes,
+    codec_from_dict,
+    decode_chunk,
+    encode_chunk,
+)
+from shared.errors import CacheIncompatibleError, ShardCorruptError
+from tests.test_shared.made import CODECS, bits
+
+each_codec = pytest.mark.parametrize("codec", CODECS, ids=list(PRESETS))
+
+
+def normal(num_tokens: int, num_layers: int = 2, size: int = 32, *, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_tokens, num_layers, size, generator=generator).bfloat16()
+
+
+def every_bit_pattern() -> Tensor:
+    """All 65,536 values of bfloat16 as [256, 2, 128], NaN payloads and infinities among them."""
+    patterns = np.arange(2**16, dtype=np.uint16).reshape(256, 2, 128)
+    return torch.from_numpy(patterns.view(np.int16)).view(torch.bfloat16)
+
+
+def through_bytes(codec: Codec, packed: Packed) -> Packed:
+    """`packed` encoded and decoded chunk by chunk."""
+    levels = packed.levels_TLD.numpy().view(codec.stored_dtype)
+    decoded = np.empty_like(levels)
+    for start in range(0, len(levels), CHUNK_TOKENS):
+        chunk = slice(start, start + CHUNK_TOKENS)
+        data, crc = encode_chunk(codec, levels[chunk])
+        decode_chunk(codec, memoryview(data), crc, decoded[chunk], "here")
+    signed = decoded.view(np.int16 if decoded.itemsize == 2 else np.int8)
+    return Packed(torch.from_numpy(signed), packed.outlier_position, packed.outlier_bits)
+
+
+def round_trip(codec: Codec, hidden_TLD: Tensor, calibration: Calibration | None) -> Tensor:
+    return codec.unpack(through_bytes(codec, codec.pack(hidden_TLD, calibration)), calibration)
+
+
+def test_lossless_keeps_every_bit_pattern() -> None:
+    hidden = every_bit_pattern()
+    assert np.array_equal(bits(round_trip(LosslessCodec(), hidden, None)), bits(hidden))
+
+
+def test_levels_keep_every_bit_pattern_that_they_cannot_hold() -> None:
+    hidden = every_bit_pattern()
+    calibration = Calibration(torch.zeros(2, 128), torch.full((2, 128), 1 / 16))
+    found = round_trip(LevelCodec(step=1 / 16), hidden, calibration)
+    inside = (hidden.float().abs() / (1 / 16)).round() <= 127  # False for NaN
+    assert np.array_equal(bits(found)[~inside.numpy()], bits(hidden)[~inside.numpy()])
+    assert ((found.float() - hidden.float())[inside].abs() <= 1 / 32).all()
+    assert int((~inside).sum()) > 30_000
+
+
+@pytest.mark.parametrize("step", [1 / 16, 1 / 8, 1 / 4, 1 / 2])
+def test_the_error_of_levels_is_that_of_a_uniform_quantiser(step: float) -> None:
+    codec = LevelCodec(step=step)
+    hidden = (normal(2048, 2, 64) + torch.linspace(-1, 1, 64)) * torch.logspace(-1, 1, 64)
+    hidden = hidden.bfloat16()
+    calibration = codec.calibrate(hidden)
+    packed = codec.pack(hidden, calibration)
+    decoded = calibration.mean_LD + packed.levels_TLD * calibration.step_LD
+    error = (decoded - hidden.float()) / hidden.float().std(0)
+    assert error.square().mean().sqrt().item() == pytest.approx(step / math.sqrt(12), rel=0.03)
+    assert error.mean().abs() < 0.03 * step
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32), step=st.sampled_from([1 / 16, 1 / 4, 1.0]))
+def test_no_value_is_further_off_than_half_a_step_and_its_rounding(seed: int, step: float) -> None:
+    codec = LevelCodec(step=step)
+    hidden = (normal(70, seed=seed) * torch.logspace(-3, 3, 32)).bfloat16()
+    calibration = codec.calibrate(hidden)
+    found = round_trip(codec, hidden, calibration).float()
+    rounding = found.abs() * 2**-8 + 1e-30
+    slack = 1 + 1e-5  # of float32
+    bound = slack * (calibration.step_LD / 2 + rounding)
+    assert ((found - hidden.float()).abs() <= bound).all()
+
+
+@pytest.mark.parametrize(
+    "value", [3000.0, -3000.0, 29_000.0, math.inf, -math.inf, math.nan, 3.0e38], ids=str
+)
+def test_an_outlier_survives_exactly_and_costs_its_neighbours_nothing(value: float) -> None:
+    codec = LevelCodec(step=1 / 16)
+    hidden = normal(256)
+    calibration = codec.calibrate(hidden)
+    plain = round_trip(codec, hidden, calibration)
+    hidden[7, 1, 5] = value
+    packed = codec.pack(hidden, calibration)
+    assert packed.outlier_position.tolist() == [(7 * 2 + 1) * 32 + 5]
+    found = codec.unpack(through_bytes(codec, packed), calibration)
+    assert bits(found)[7, 1, 5] == bits(hidden)[7, 1, 5]
+    plain[7, 1, 5] = found[7, 1, 5]
+    assert np.array_equal(bits(plain), bits(found))
+
+
+@settings(max_examples=60, deadline=None)
+@given(scale=st.floats(1e-3, 1e4), seed=st.integers(0, 2**32))
+def test_levels_never_saturate(scale: float, seed: int) -> None:
+    """States far outside the calibrated range come back exactly, not clipped to its end."""
+    codec = LevelCodec(step=1 / 16)
+    calibration = Calibration(torch.zeros(2, 32), torch.full((2, 32), 1 / 16))
+    hidden = (normal(8, seed=seed) * scale).bfloat16()
+    error = (round_trip(codec, hidden, calibration).float() - hidden.float()).abs()
+    assert (error <= 1 / 32 + hidden.float().abs() * 2**-8).all()
+
+
+def test_a_massive_token_does_not_widen_the_steps() -> None:
+    codec = LevelCodec(step=1 / 16)
+    hidden = normal(500)
+    without = codec.calibrate(hidden[1:])
+    hidden[0, :, 3] = 29_000.0
+    found = codec.calibrate(hidden)
+    torch.testing.assert_close(found.mean_LD, without.mean_LD)
+    torch.testing.assert_close(found.step_LD, without.step_LD)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
+def test_a_token_that_is_not_finite_does_not_spoil_the_calibration(value: float) -> None:
+    codec = LevelCodec(step=1 / 16)
+    hidden = normal(500)
+    without = codec.calibrate(hidden[1:])
+    hidden[0, :, 3] = value
+    found = codec.calibrate(hidden)
+    torch.testing.assert_close(found.mean_LD, without.mean_LD)
+    torch.testing.assert_close(found.step_LD, without.step_LD)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -29_000.0], ids=str)
+def test_a_constant_channel_is_kept_and_may_still_move_later(value: float) -> None:
+    codec = LevelCodec(step=1 / 16)
+    hidden = normal(200)
+    hidden[:, :, 4] = value
+    calibration = codec.calibrate(hidden)
+    assert (calibration.step_LD > 0).all()
+    found = round_trip(codec, hidden, calibration)
+    assert np.allclose(found[:, :, 4].float(), value, rtol=2**-8, atol=1e-3)
+    hidden[9, 1, 4] = value + 2.0
+    found = round_trip(codec, hidden, calibration)
+    assert found[9, 1, 4] == hidden[9, 1, 4]
+
+
+def test_states_that_are_all_zero_calibrate_to_positive_steps() -> None:
+    codec = LevelCodec(step=1 / 16)
+    hidden = torch.zeros(70, 2, 32, dtype=torch.bfloat16)
+    calibration = codec.calibrate(hidden)
+    assert (calibration.step_LD > 0).all()
+    assert torch.equal(round_trip(codec, hidden, calibration), hidden)
+
+
+@each_codec
+def test_the_same_states_give_the_same_bytes_in_any_thread(codec: Codec) -> None:
+    levels = codec.pack(normal(CHUNK_TOKENS, 4, 512), codec.calibrate(normal(500, 4, 512)))
+    chunk = levels.levels_TLD.numpy().view(codec.stored_dtype)
+    found: list[tuple[bytes, int]] = []
+    thread = threading.Thread(target=lambda: found.append(encode_chunk(codec, chunk)))
+    thread.start()
+    thread.join()
+    assert found == [encode_chunk(codec, chunk.copy())]
+
+
+@pytest.mark.parametrize("step", [1 / 16, 1 / 8, 1 / 4])
+def test_levels_of_normal_values_take_the_bits_that_theory_says(step: float) -> None:
+    codec = LevelCodec(step=step)
+    hidden = normal(CHUNK_TOKENS, 4, 512)
+    packed = codec.pack(hidden, codec.calibrate(normal(1000, 4, 512, seed=1)))
+    size = len(encode_chunk(codec, packed.levels_TLD.numpy())[0])
+    assert 8 * size / hidden.numel() == pytest.approx(2.05 + math.log2(1 / step), rel=0.03)
+
+
+def test_lossless_stores_normal_values_in_the_share_of_the_study() -> None:
+    chunk = bits(normal(CHUNK_TOKENS, 4, 2048)).view("<u2")
+    size = len(encode_chunk(LosslessCodec(), chunk)[0])
+    assert 0.64 < size / chunk.nbytes < 0.72
+
+
+@each_codec
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_a_sample_of_no_special_shape_round_trips(codec: Codec, num_layers: int) -> None:
+    hidden = normal(130, num_layers, 24)
+    calibration = codec.calibrate(hidden)
+    packed = codec.pack(hidden, calibration)
+    assert packed.levels_TLD.shape == hidden.shape
+    assert packed.levels_TLD.numpy().itemsize == codec.stored_dtype.itemsize
+    assert torch.equal(through_bytes(codec, packed).levels_TLD, packed.levels_TLD)
+
+
+@each_codec
+def test_states_that_are_not_contiguous_are_packed_as_if_they_were(codec: Codec) -> None:
+    wide = normal(64, 4, 32)
+    wide[3, 2, 1] = 29_000.0
+    calibration = codec.calibrate(wide[:, ::2])
+    found = codec.pack(wide[:, ::2], calibration)
+    expected = codec.pack(wide[:, ::2].contiguous(), calibration)
+    for name in ("levels_TLD", "outlier_position", "outlier_bits"):
+        assert torch.equal(getattr(found, name), getattr(expected, name))
+
+
+def stored_chunk(codec: Codec) -> tuple[bytes, int, np.ndarray]:
+    """One stored chunk, its checksum, and an array to decode it into."""
+    hidden = normal(CHUNK_TOKENS, 2, 16)
+    levels = codec.pack(hidden, codec.calibrate(hidden)).levels_TLD.numpy()
+    levels = levels.view(codec.stored_dtype)
+    return *encode_chunk(codec, levels), np.empty_like(levels)
+
+
+@each_codec
+def test_a_flipped_bit_anywhere_in_a_chunk_is_found(codec: Codec) -> None:
+    data, crc, out = stored_chunk(codec)
+
+    @given(st.integers(0, 8 * len(data) - 1))
+    @settings(max_examples=300, deadline=None)
+    def check(bit: int) -> None:
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(ShardCorruptError, match=r"^shard 7, chunk 3: checksum differs"):
+            decode_chunk(codec, memoryview(damaged), crc, out, "shard 7, chunk 3")
+
+    check()
+
+
+@each_codec
+def test_a_chunk_cut_short_or_run_on_is_found(codec: Codec) -> None:
+    data, crc, out = stored_chunk(codec)
+    for damaged in (b"", data[:3], data[:4], data[:-1], data[1:], data + b"\0", data[-4:]):
+        with pytest.raises(ShardCorruptError):
+            decode_chunk(codec, memoryview(damaged), crc, out, "here")
+
+
+@each_codec
+def test_an_intact_chunk_in_the_place_of_another_is_found(codec: Codec) -> None:
+    data, _, out = stored_chunk(codec)
+    _, other_crc = encode_chunk(codec, np.ones_like(out))
+    with pytest.raises(ShardCorruptError, match="checksum differs"):
+        decode_chunk(codec, memoryview(data), other_crc, out, "here")
+
+
+@each_codec
+def test_bytes_with_a_right_checksum_that_are_no_chunk_are_refused(codec: Codec) -> None:
+    _, _, out = stored_chunk(codec)
+    larger, crc = encode_chunk(codec, np.zeros((2 * len(out), *out.shape[1:]), out.dtype))
+    with pytest.raises(ShardCorruptError, match="here: does not decode"):
+        decode_chunk(codec, memoryview(larger), crc, out, "here")
+    noise = b"no frame of any compressor"
+    crc = google_crc32c.value(noise)
+    with pytest.raises(ShardCorruptError, match="here: does not decode"):
+        decode_chunk(codec, memoryview(noise + crc.to_bytes(4, "little")), crc, out, "here")
+
+
+@each_codec
+def test_a_codec_is_what_its_dict_says(codec: Codec) -> None:
+    assert codec_from_dict(codec.to_dict()) == codec
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({}, id="empty"),
+        pytest.param({"name": "gzip"}, id="unknown"),
+        pytest.param({"name": "lossless", "level": 1}, id="further-setting"),
+        pytest.param({"name": "levels"}, id="no-step"),
+        pytest.param({"name": "levels", "step": 0.0}, id="step-of-zero"),
+        pytest.param({"name": "levels", "step": 1.5}, id="step-too-wide"),
+        pytest.param({"name": "levels", "step": math.nan}, id="step-nan"),
+        pytest.param({"name": "levels", "step": "fine"}, id="step-as-text"),
+    ],
+)
+def test_an_unknown_codec_is_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(CacheIncompatibleError, match=r"codec \{.*\} is unknown to this version"):
+        codec_from_dict(fields)
+
+
+@pytest.mark.parametrize("step", [0.0, -1.0, 1.01, math.nan], ids=str)
+def test_a_step_outside_zero_to_one_is_refused(step: float) -> None:
+    with pytest.raises(ValueError, match=r"step must be in \(0, 1\]"):
+        LevelCodec(step=step)
+
+
+@each_codec
+def test_a_chunk_that_the_compressors_cannot_take_is_refused_with_its_size(codec: Codec) -> None:
+    check_chunk_bytes(codec, 80, 65_536)  # larger than any model
+    per_channel = CHUNK_TOKENS * codec.stored_dtype.itemsize
+    largest = (2**31 - 1 - 2**20) // per_channel
+    check_chunk_bytes(codec, 1, largest)
+    size = (largest + 1) * per_channel
+    message = f"1 layers x {largest + 1} channels has {size:,} bytes, .* Capture fewer layers"
+    with pytest.raises(CacheIncompatibleError, match=message):
+        check_chunk_bytes(codec, 1, largest + 1)

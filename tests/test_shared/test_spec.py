@@ -1,0 +1,145 @@
+"""The fingerprint of a cache: what changes it, what does not, and what a spec refuses."""
+
+import json
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.codec import LevelCodec, LosslessCodec
+from shared.config import flatten
+from shared.errors import CacheIncompatibleError, DraftCacheError
+from shared.spec import CaptureSpec
+from tests.test_shared.made import make_cache, make_spec
+from tests.test_shared.mutate import json_values, mutated
+
+SPEC = make_spec(LevelCodec(step=1 / 16))
+
+CHANGED: dict[str, Any] = {
+    "target.config_sha256": "a" * 64,
+    "target.weights_sha256": "a" * 64,
+    "target.model_type": "other",
+    "target.dtype": "float32",
+    "target.quantization": "fp8",
+    "target.attention": "eager",
+    "target.num_layers": 5,
+    "target.hidden_size": 16,
+    "target.vocab_size": 33,
+    "tokens.tokenizer_sha256": "a" * 64,
+    "tokens.template_sha256": "a" * 64,
+    "tokens.template_arguments.enable_thinking": True,
+    "tokens.max_length": 257,
+    "tokens.truncation": "drop",
+    "tokens.eos_token_ids": [2, 3],
+    "tokens.pad_token_id": None,
+    "target_layer_ids": [0, 3],
+    "codec.name": "lossless",
+    "codec.step": 0.125,
+}
+CONSTANT = {"layer_convention", "chunk_tokens", "format_version"}
+
+
+def test_every_field_of_the_spec_is_in_the_table_of_changes() -> None:
+    assert set(flatten(SPEC.to_dict())) == set(CHANGED) | CONSTANT
+
+
+@pytest.mark.parametrize("key", CHANGED)
+def test_every_field_changes_the_fingerprint_and_is_named_where_it_differs(key: str) -> None:
+    fields = deepcopy(SPEC.to_dict())
+    *sections, last = key.split(".")
+    node = fields
+    for section in sections:
+        node = node[section]
+    node[last] = CHANGED[key]
+    if key == "codec.name":
+        del fields["codec"]["step"]
+    other = CaptureSpec.from_dict(fields, "here")
+    assert other.fingerprint != SPEC.fingerprint
+    with pytest.raises(CacheIncompatibleError, match=rf"^here: built with other .*{key}: ") as c:
+        other.require_equal(SPEC, "here")
+    assert str(c.value).count(" asked for, ") == (2 if key == "codec.name" else 1)
+
+
+def test_the_fingerprint_is_the_sha256_of_the_sorted_compact_json() -> None:
+    """FORMAT.md says so, and another program must come to the same digest."""
+    import hashlib
+
+    text = json.dumps(SPEC.to_dict(), sort_keys=True, separators=(",", ":"))
+    assert SPEC.fingerprint == hashlib.sha256(text.encode()).hexdigest()
+
+
+def test_equal_specs_are_accepted() -> None:
+    SPEC.require_equal(make_spec(LevelCodec(step=1 / 16)), "here")
+
+
+def test_the_fingerprint_does_not_depend_on_where_the_cache_lies(tmp_path: Path) -> None:
+    found = {make_cache(tmp_path / name, SPEC, [[3]]).fingerprint for name in ("a", "b/c")}
+    assert found == {SPEC.fingerprint}
+
+
+@pytest.mark.parametrize("codec", [LosslessCodec(), LevelCodec(step=1 / 8)], ids=lambda c: c.name)
+def test_a_spec_reads_back_from_json(codec: Any) -> None:
+    spec = make_spec(codec)
+    found = CaptureSpec.from_dict(json.loads(json.dumps(spec.to_dict())), "here")
+    assert found == spec
+    assert found.fingerprint == spec.fingerprint
+    assert found.build_codec() == codec
+
+
+@pytest.mark.parametrize(
+    "ids", [(), (0, 0), (2, 0), (-1, 0), (0, 4)], ids=["none", "twice", "unsorted", "below", "above"]
+)
+def test_layer_ids_that_cannot_be_are_refused(ids: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"target_layer_ids must .* got \["):
+        replace(SPEC, target_layer_ids=ids)
+    with pytest.raises(CacheIncompatibleError, match=r"^here: target_layer_ids must"):
+        CaptureSpec.from_dict({**SPEC.to_dict(), "target_layer_ids": list(ids)}, "here")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param(
+            {"format_version": 2},
+            "format version 2, this version reads 1. Use the version of draftcache that wrote",
+            id="other-version",
+        ),
+        pytest.param({"format_version": None}, "format version None", id="no-version"),
+        pytest.param({"format_version": True}, "format_version: expected int", id="true"),
+        pytest.param({"layer_convention": "inputs"}, "'inputs' is unknown", id="convention"),
+        pytest.param({"chunk_tokens": 32}, "chunk_tokens must be 64, got 32", id="chunk"),
+        pytest.param({"codec": {"name": "gzip"}}, "codec {'name': 'gzip'} is unknown", id="codec"),
+        pytest.param({"targets": 1}, "unknown key 'targets', did you mean", id="unknown-key"),
+    ],
+)
+def test_a_spec_of_another_format_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(CacheIncompatibleError) as caught:
+        CaptureSpec.from_dict(SPEC.to_dict() | change, "here")
+    assert str(caught.value).startswith("here: ")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["num_layers", "hidden_size", "vocab_size"])
+def test_a_target_has_positive_sizes(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be positive, got 0"):
+        replace(SPEC.target, **{name: 0})
+
+
+def test_sizes_follow_from_the_spec() -> None:
+    assert SPEC.num_captured == 2
+    assert SPEC.raw_bytes_per_token == 2 * 8 * 2
+
+
+@settings(max_examples=200, deadline=None)
+@given(json_values | mutated(SPEC.to_dict()))
+def test_no_json_makes_from_dict_fail_in_another_way(fields: Any) -> None:
+    try:
+        spec = CaptureSpec.from_dict(fields, "here")
+    except DraftCacheError as error:
+        assert str(error).startswith("here")
+    else:
+        assert CaptureSpec.from_dict(spec.to_dict(), "here") == spec
