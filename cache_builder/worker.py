@@ -22,6 +22,7 @@ from shared.cache import CALIBRATIONS, HEAD, calibration_to_bytes, read_calibrat
 from shared.errors import DraftCacheError
 from shared.files import sha256_bytes, write_bytes
 from shared.manifest import ShardRecord
+from shared.memory import keep_freed_memory
 from shared.spec import CaptureSpec
 from shared.storage import LocalStorage
 
@@ -104,6 +105,7 @@ def serve(connection: Connection, job: Job, device: str, threads: int, name: str
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
     log.configure(prefix=f"{name}: ")
+    keep_freed_memory()
     torch.set_num_threads(threads)
     with worker_lock(job.cache):
         try:

@@ -11,6 +11,7 @@ import click
 
 from shared import log
 from shared.errors import DraftCacheError
+from shared.memory import keep_freed_memory
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -50,6 +51,7 @@ def print_table(rows: list[tuple[str, str]]) -> None:
 def run(group: click.Group) -> None:
     """Run a command line: 0 done, 1 an error of ours, 2 wrong usage, 130 interrupted."""
     log.configure()
+    keep_freed_memory()
     try:
         sys.exit(group.main(standalone_mode=False) or 0)
     except click.exceptions.Exit as stop:

@@ -158,20 +158,33 @@ def _sweep(
             continue
         first = index * anchors_per_chunk
         chunk = slice(first, first + anchors_per_chunk)
-        label_M1 = label_AK.flatten()[slot_M][:, None]
+        label_M = label_AK.flatten()[slot_M]
         hidden_MD = hidden_AKD.flatten(0, 1)[slot_M].to(lm_head_VD.dtype)
-        log_p_MV = torch.log_softmax(hidden_MD @ lm_head_VD.T, dim=-1, dtype=torch.float32)
-        ce_M = -log_p_MV.gather(1, label_M1)[:, 0]
+        logits_MV = hidden_MD @ lm_head_VD.T
+        own_M = logits_MV.gather(1, label_M[:, None])[:, 0].float()
+        peak_M = logits_MV.amax(dim=-1).float()
+        # The logits are the largest tensor of the step: each pass over them counts. This one
+        # subtracts and widens at once; the label's share of the gradient is added rows of the head.
+        exp_MV = (logits_MV - peak_M[:, None]).exp_()
+        sum_M = exp_MV.sum(dim=-1)
+        ce_M = sum_M.log() + peak_M - own_M
         ce_AK.view(-1)[slot_M] = ce_M
-        correct_AK.view(-1)[slot_M] = log_p_MV.argmax(dim=-1) == label_M1[:, 0]
+        correct_AK.view(-1)[slot_M] = _is_first_peak(logits_MV, label_M, own_M == peak_M)
         weight_AK = weigh(ce_AK[chunk], supervised_AK[chunk])
         weight_M = weight_AK.flatten()[slot_M - first * block_size]
         loss_sum += weight_M @ ce_M
         weight_sum += weight_M.sum()
         if grad_AKD is not None:
-            error_MV = log_p_MV.exp_()
-            error_MV.scatter_add_(1, label_M1, error_MV.new_full(label_M1.shape, -1.0))
-            error_MV *= weight_M[:, None]
-            grad_MD = error_MV.to(lm_head_VD.dtype) @ lm_head_VD
+            scale_M1 = (weight_M / sum_M)[:, None]
+            error_MV = torch.mul(exp_MV, scale_M1, out=logits_MV)
+            grad_MD = error_MV @ lm_head_VD - weight_M[:, None] * lm_head_VD[label_M]
             grad_AKD.view(-1, grad_AKD.shape[-1])[slot_M] = grad_MD.to(grad_AKD.dtype)
     return loss_sum, weight_sum, ce_AK, correct_AK
+
+
+def _is_first_peak(logits_MV: Tensor, label_M: Tensor, is_peak_M: Tensor) -> Tensor:
+    """Whether the label is what argmax gives. Only rows whose label is a peak are searched."""
+    is_first_M = torch.zeros_like(is_peak_M)
+    peaks = is_peak_M.nonzero().flatten()
+    is_first_M[peaks] = logits_MV[peaks].argmax(dim=-1) == label_M[peaks]
+    return is_first_M

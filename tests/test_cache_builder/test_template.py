@@ -182,7 +182,13 @@ def test_answer_and_end_token_are_supervised_and_nothing_else(template: str) -> 
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.text(min_size=1, max_size=12).filter(str.strip), min_size=2, max_size=6))
+@given(
+    st.lists(
+        st.text(min_size=1, max_size=12).filter(lambda text: text.strip() and "think>" not in text),
+        min_size=2,
+        max_size=6,
+    )
+)
 def test_markers_and_renderings_prove_the_same_mask(texts: list[str]) -> None:
     conversation = chat(*texts[: len(texts) // 2 * 2])
     by_rendering = tokenize(make_tokenizer(CHATML), conversation)
@@ -316,6 +322,16 @@ def test_rewritten_history_without_generation_prompt_is_refused() -> None:
     assert refusal(counted, chat("q", "a")) == DropReason.MASK_NOT_PROVABLE
 
 
+def test_markers_around_more_than_the_answer_are_narrowed_to_it() -> None:
+    wide = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
+        "{{ '<|im_start|>assistant\n' + m.content + '<|im_end|>\n' }}{% endgeneration %}"
+        "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    assert runs(wide, chat("q", "a", "r", "c")) == ["a<|im_end|>", "c<|im_end|>"]
+
+
 def test_marker_that_is_not_written_for_every_answer_is_refused() -> None:
     last_only = MARKED.replace("m.role == 'assistant'", "m.role == 'assistant' and loop.last")
     assert refusal(last_only, chat("q", "a", "r", "c")) == DropReason.MASK_NOT_PROVABLE
@@ -414,6 +430,20 @@ def test_reasoning_under_arguments_that_forbid_it_is_refused() -> None:
     assert refusal(OPENED, conversation, arguments) == DropReason.MODE_MISMATCH
 
 
+def test_reasoning_within_markers_under_arguments_that_forbid_it_is_refused() -> None:
+    marked = THINKING.replace(
+        "{{- '<|im_start|>' + m.role + '\\n' + content + '<|im_end|>\\n' }}",
+        "{{- '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}{% generation %}"
+        "{{- content + '<|im_end|>' }}{% endgeneration %}{% else %}{{ content + '<|im_end|>' }}"
+        "{% endif %}{{ '\\n' }}",
+    )
+    assert "generation %}" in marked
+    conversation = thinking({"content": "one"}, SHAPES["field"])
+    assert runs(marked, conversation) == runs(THINKING, conversation)
+    arguments = {"enable_thinking": False}
+    assert refusal(marked, conversation, arguments) == DropReason.MODE_MISMATCH
+
+
 def test_recorded_template_arguments_must_be_ours() -> None:
     conversation = chat("q", "a", chat_template_kwargs={"enable_thinking": False})
     assert refusal(THINKING, conversation) == DropReason.MODE_MISMATCH
@@ -461,6 +491,19 @@ def test_only_the_calls_and_answers_of_a_tool_conversation_are_supervised() -> N
     ]
     assert tokens.token_ids.tolist() == own_ids(tokenizer, conversation)
     assert refusal(CHATML, conversation) == DropReason.MASK_NOT_PROVABLE
+
+
+def test_the_template_sees_names_and_call_ids() -> None:
+    template = CHATML.replace("m.role +", "m.role + (m.tool_call_id or m.name or '') +")
+    turns = [
+        {"role": "user", "content": "q", "name": "ann"},
+        {"role": "tool", "content": "4", "tool_call_id": "c1"},
+        {"role": "assistant", "content": "a"},
+    ]
+    tokenizer = make_tokenizer(template)
+    text = tokenizer.decode(tokenize(tokenizer, parse({"messages": turns})).token_ids.tolist())
+    assert "userann" in text
+    assert "toolc1" in text
 
 
 # --- cut-off answers

@@ -93,6 +93,7 @@ def make_sample(
     token_ids: Sequence[int] | None = None,
     loss_mask: Sequence[int] | None = None,
     source: int = 0,
+    calibration: Calibration | None = None,
 ) -> CapturedSample:
     """A sample with these states; its tokens follow from its length where none are given."""
     num = len(hidden_TLD)
@@ -105,19 +106,22 @@ def make_sample(
         source,
         ids,
         mask,
-        spec.build_codec().pack(hidden_TLD, unit_calibration(spec)),
+        spec.build_codec().pack(hidden_TLD, calibration or unit_calibration(spec)),
     )
 
 
-def create_cache(path: Path, spec: CaptureSpec) -> str | None:
+def create_cache(
+    path: Path, spec: CaptureSpec, calibration: Calibration | None = None
+) -> str | None:
     """An empty cache; returns the name of its calibration."""
+    calibration = calibration or unit_calibration(spec)
     for name in (PLANS, RECORDS, GENERATIONS, CALIBRATIONS, WIP, GROUP):
         (path / name).mkdir(parents=True, exist_ok=True)
     write_json(path / GROUP / "zarr.json", {"zarr_format": 3, "node_type": "group"})
     head = make_head(spec).to_bytes()
     write_bytes(path / HEAD, head)
     name = None
-    if (calibration := unit_calibration(spec)) is not None:
+    if calibration is not None:
         data = calibration_to_bytes(calibration)
         name = sha256_bytes(data)
         write_bytes(path / CALIBRATIONS / f"{name}.safetensors", data)

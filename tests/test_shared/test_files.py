@@ -73,7 +73,7 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     fsync, rename, replace = os.fsync, Path.rename, Path.replace
 
     def record_fsync(descriptor: int) -> None:
-        events.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        events.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
         fsync(descriptor)
 
     def record(move: Callable[[Path, Path], Path]) -> Callable[[Path, Path], Path]:
