@@ -3,7 +3,7 @@
 import logging
 import shutil
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,15 @@ from tqdm import tqdm
 from cache_builder.capture import Timing
 from cache_builder.commit import committed_shards, discard_uncommitted, publish
 from cache_builder.config import BuildConfig
-from cache_builder.corpus import read_corpus
 from cache_builder.decoder import default_layer_ids
 from cache_builder.lock import builder_lock
-from cache_builder.plan import Plan, PlanWriter, find_plans, next_plan_id
+from cache_builder.plan import Plan
+from cache_builder.planning import find_or_make_plan
 from cache_builder.pool import Events, Outcome, run_inline, run_processes
-from cache_builder.sources import find_files
 from cache_builder.target import describe_target, load_config, resolve_target
 from cache_builder.template import ChatTemplate
 from cache_builder.tokens import describe_tokens, load_template
 from cache_builder.worker import Job, Prepared
-from shared import config as configs
 from shared.cache import (
     CALIBRATIONS,
     DESCRIPTION,
@@ -39,9 +37,6 @@ from shared.cache import (
 from shared.codec import PRESETS, check_chunk_bytes
 from shared.errors import CaptureError, DataError
 from shared.files import (
-    canonical_json,
-    sha256_bytes,
-    sha256_file,
     write_json,
     writing,
 )
@@ -139,71 +134,6 @@ def describe_capture(config: BuildConfig, target_path: Path, template: ChatTempl
         )
     except ValueError as error:
         raise DataError(f"capture: {error}") from None
-
-
-def find_or_make_plan(config: BuildConfig, spec: CaptureSpec, template: ChatTemplate) -> Plan:
-    """The plan for these data: the one on disk if they have not changed, else a new one.
-
-    A new plan holds the samples that are not committed yet.
-
-    Raises:
-        DataError: the data cannot be used.
-    """
-    plans = config.cache.path / PLANS
-    sources = config.data.tagged_sources
-    files = [(source.tag, file) for source in sources for file in find_files(source.path)]
-    key = sha256_bytes(
-        canonical_json(
-            {
-                "fingerprint": spec.fingerprint,
-                "data": configs.to_dict(replace(config.data, sources=("-",))),
-                "files": [[tag, sha256_file(file)] for tag, file in files],
-                "shard_mib": config.plan.shard_mib,
-            }
-        )
-    )
-    for directory in reversed(find_plans(plans)):
-        plan = Plan(directory)
-        if plan.key == key:
-            return plan
-    known = _committed_samples(config.cache.path)
-    corpus = read_corpus(
-        sources,
-        template,
-        vocab_size=spec.target.vocab_size,
-        max_length=config.data.max_length,
-        truncation=config.data.truncation,
-        cut_off_answers=config.data.cut_off_answers,
-        on_bad_row=config.data.on_bad_row,
-        supervise_text=config.data.supervise_text,
-    )
-    writer = PlanWriter(plans, next_plan_id(plans))
-    try:
-        num_known = 0
-        for sample in tqdm(corpus, desc="tokenize", unit="sample", disable=None):
-            if bytes.fromhex(sample.sample_id) in known:
-                num_known += 1
-            else:
-                writer.add(sample)
-        report = configs.to_dict(corpus.report)
-        logger.info("%s", corpus.report)
-        logger.info("%d samples are new, %d are in the cache already", len(writer), num_known)
-        return writer.commit(
-            key=key,
-            shard_tokens=max(1, int(config.plan.shard_mib * 2**20) // spec.raw_bytes_per_token),
-            report={**report, "already_cached": num_known},
-        )
-    finally:
-        writer.discard()
-
-
-def _committed_samples(path: Path) -> set[bytes]:
-    """Ids of the samples that are in the cache, published or not."""
-    if not committed_shards(path):
-        return set()
-    spec = CaptureSpec.from_dict(read_description(LocalStorage(path))["spec"], str(path))
-    publish(path, spec)
-    return {row.tobytes() for row in Cache(path).index.sample_ids}
 
 
 def _open_or_create(path: Path, spec: CaptureSpec) -> Prepared | None:

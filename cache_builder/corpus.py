@@ -28,7 +28,6 @@ from cache_builder.report import MAX_EXAMPLES, CorpusReport, Tally
 from cache_builder.sources import find_files, read_rows
 from cache_builder.template import ChatTemplate, MaskedTokens
 from shared.errors import DataError
-from shared.files import sha256_file
 
 SAMPLE_ID_BYTES = 16
 MAX_ID = 2**31 - 1
@@ -228,15 +227,3 @@ def _check_not_empty(report: CorpusReport, files: Sequence[str]) -> None:
         for reason, dropped in report.dropped.items()
     )
     raise DataError(f"{names}: none of {report.num_rows} rows can be used: {reasons}.")
-
-
-def source_digest(path: Path) -> str:
-    """sha256 of a file of the dataset, in hex.
-
-    Raises:
-        DataError: it cannot be read.
-    """
-    try:
-        return sha256_file(path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}).") from error

@@ -1,4 +1,4 @@
-"""Workers pull shards from one queue: whoever is free takes the next; a dead one costs its shard."""
+"""Workers pull shards from one queue: whoever is free takes the next, a dead one costs one."""
 
 import logging
 import multiprocessing

@@ -13,16 +13,6 @@ from typing import Any
 from shared.errors import CacheError, DraftCacheError, OutOfSpaceError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_REFUSED = (
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.ENOTDIR,
-    errno.EISDIR,
-    errno.EEXIST,
-    errno.ENAMETOOLONG,
-)
-"""The path is at fault, and whoever chose it can choose another."""
 
 
 def canonical_json(value: Any) -> bytes:
@@ -140,9 +130,7 @@ def writing(path: Path) -> Iterator[None]:
                 f"{path}: no space left on the disk. What is committed is kept: free some space "
                 "and run the same command again."
             ) from error
-        if error.errno in _REFUSED:
-            raise DraftCacheError(
-                f"{path}: cannot be written ({os.strerror(error.errno or 0)}). "
-                "Choose another path or change its permissions."
-            ) from error
-        raise
+        raise DraftCacheError(
+            f"{path}: cannot be written ({os.strerror(error.errno or 0)}). "
+            "Choose another path, or look at its permissions and its disk."
+        ) from error

@@ -26,10 +26,40 @@ from trainer import config as training
 REPOSITORY = Path(__file__).parent.parent
 DEMO_DATA = REPOSITORY / "cache_builder" / "data" / "demo.jsonl"
 TINY_MASK_TOKEN = 3
-WORDS = (
-    "the cache holds states of a small target and every drafter reads them back in blocks "
-    "while nobody waits for anything at all because order is a pure function of the seed"
-).split()
+WORDS = [
+    "the",
+    "cache",
+    "holds",
+    "states",
+    "of",
+    "a",
+    "small",
+    "target",
+    "and",
+    "every",
+    "drafter",
+    "reads",
+    "them",
+    "back",
+    "in",
+    "blocks",
+    "while",
+    "nobody",
+    "waits",
+    "for",
+    "anything",
+    "at",
+    "all",
+    "because",
+    "order",
+    "is",
+    "a",
+    "pure",
+    "function",
+    "of",
+    "the",
+    "seed",
+]
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"

@@ -35,9 +35,7 @@ def test_packages_import_only_what_they_may(package: str, forbidden: set[str]) -
     assert not imports(package) & forbidden
 
 
-def test_the_trainer_runs_without_the_targets_libraries(
-    tiny_cache: Path, tmp_path: Path
-) -> None:
+def test_the_trainer_runs_without_the_targets_libraries(tiny_cache: Path, tmp_path: Path) -> None:
     """A whole run, not only the import: train, evaluate, export."""
     script = f"""
 import sys

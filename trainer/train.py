@@ -11,7 +11,7 @@ import torch
 from tqdm import tqdm
 
 from shared import config as configs
-from shared.errors import NonFiniteError, RunError
+from shared.errors import ConfigError, NonFiniteError, RunError
 from shared.files import remove_tree, write_json
 from trainer import checkpoint as checkpoints
 from trainer.batch import Batch
@@ -242,7 +242,10 @@ class Training:
             split.num_without_anchor,
         )
         lengths = session.cache.index.num_tokens[split.train].astype("int64")
-        plan = epoch_batches(lengths, config.sampler, seed=config.train.seed, epoch=0)
+        try:
+            plan = epoch_batches(lengths, config.sampler, seed=config.train.seed, epoch=0)
+        except ValueError as error:
+            raise ConfigError(f"sampler: {error}") from None
         logger.info("order: %s", order_report(plan, lengths))
 
     def _snapshot(self, score: float | None) -> Snapshot:

@@ -1,4 +1,4 @@
-"""Building, resuming after a kill, extending, refusing: the cache is what was asked for or absent."""
+"""Building, resuming after a kill, extending, refusing: whole and as asked for, or absent."""
 
 import json
 import multiprocessing

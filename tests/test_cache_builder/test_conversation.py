@@ -149,6 +149,7 @@ def assistant(**fields: Any) -> dict[str, Any]:
         ({"prompt": "hi", "response": ""}, DropReason.EMPTY_ASSISTANT_TURN),
         (assistant(content="<think>a</think>b</think>c"), DropReason.MALFORMED_THINKING),
         (assistant(content="so <think>a</think>b"), DropReason.MALFORMED_THINKING),
+        (assistant(content="<think>a<think>b</think>c"), DropReason.MALFORMED_THINKING),
         (assistant(content="a</think>b", reasoning="c"), DropReason.MALFORMED_THINKING),
         ({"messages": "hi"}, DropReason.BAD_FIELD),
         ({"messages": ["hi"]}, DropReason.BAD_FIELD),

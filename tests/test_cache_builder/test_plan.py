@@ -1,5 +1,6 @@
 """A plan holds every sample once, depends on the set of samples only, and survives its reader."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -44,10 +45,10 @@ def test_shards_hold_every_sample_once_longest_first(lengths: list[int], shard_t
     order, offsets = cut_shards(num_tokens, ids, shard_tokens)
     assert sorted(order.tolist()) == list(range(len(lengths)))
     assert (np.diff(num_tokens[order]) <= 0).all()
-    sizes = [int(num_tokens[order[a:b]].sum()) for a, b in zip(offsets, offsets[1:], strict=False)]
+    sizes = [int(num_tokens[order[a:b]].sum()) for a, b in pairwise(offsets.tolist())]
     assert all(size >= shard_tokens for size in sizes[:-1])
     # A shard is cut at the first sample that fills it.
-    for a, b in zip(offsets[:-1], offsets[1:], strict=True):
+    for a, b in pairwise(offsets.tolist()):
         assert int(num_tokens[order[a : b - 1]].sum()) < shard_tokens
 
 

@@ -1,4 +1,4 @@
-"""Taps see the output of the block they name, nothing above the last one runs, padding is unseen."""
+"""Taps see the output of the block they name, nothing above the last one runs."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -29,6 +29,7 @@ from shared.codec import (
 )
 from shared.errors import CacheIncompatibleError, ShardCorruptError
 from tests.test_shared.made import CODECS, bits
+from tests.test_shared.mutate import steady
 
 each_codec = pytest.mark.parametrize("codec", CODECS, ids=list(PRESETS))
 
@@ -88,7 +89,7 @@ def test_the_error_of_levels_is_that_of_a_uniform_quantiser(step: float) -> None
     assert error.mean().abs() < 0.03 * step
 
 
-@settings(max_examples=40, deadline=None)
+@settings(steady, max_examples=40)
 @given(seed=st.integers(0, 2**32), step=st.sampled_from([1 / 16, 1 / 4, 1.0]))
 def test_no_value_is_further_off_than_half_a_step_and_its_rounding(seed: int, step: float) -> None:
     codec = LevelCodec(step=step)
@@ -118,7 +119,7 @@ def test_an_outlier_survives_exactly_and_costs_its_neighbours_nothing(value: flo
     assert np.array_equal(bits(plain), bits(found))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(steady, max_examples=60)
 @given(scale=st.floats(1e-3, 1e4), seed=st.integers(0, 2**32))
 def test_levels_never_saturate(scale: float, seed: int) -> None:
     """States far outside the calibrated range come back exactly, not clipped to its end."""
@@ -232,8 +233,8 @@ def stored_chunk(codec: Codec) -> tuple[bytes, int, np.ndarray]:
 def test_a_flipped_bit_anywhere_in_a_chunk_is_found(codec: Codec) -> None:
     data, crc, out = stored_chunk(codec)
 
+    @settings(steady, max_examples=300)
     @given(st.integers(0, 8 * len(data) - 1))
-    @settings(max_examples=300, deadline=None)
     def check(bit: int) -> None:
         damaged = bytearray(data)
         damaged[bit // 8] ^= 1 << bit % 8

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.config import build, differences, flatten, load, to_dict
 from shared.errors import ConfigError
+from tests.test_shared.mutate import steady
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,6 +279,7 @@ outers = st.builds(
 )
 
 
+@settings(steady)
 @given(outers)
 def test_what_to_dict_wrote_builds_the_same_config(config: Outer) -> None:
     plain = to_dict(config)

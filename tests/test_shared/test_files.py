@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.errors import CacheError, DraftCacheError, OutOfSpaceError
@@ -23,6 +23,7 @@ from shared.files import (
     write_json,
     writing,
 )
+from tests.test_shared.mutate import steady
 
 
 def fails_with(error: BaseException) -> Callable[..., NoReturn]:
@@ -187,6 +188,7 @@ json_values = st.recursive(
 )
 
 
+@settings(steady, max_examples=40)
 @given(value=json_values)
 def test_written_json_reads_back(tmp_path_factory: pytest.TempPathFactory, value: object) -> None:
     path = tmp_path_factory.getbasetemp() / "value.json"

@@ -14,7 +14,7 @@ from shared.codec import LosslessCodec
 from shared.errors import CacheError, DraftCacheError
 from shared.head import Head
 from tests.test_shared.made import bits, make_head, make_spec
-from tests.test_shared.mutate import safetensors, safetensors_files
+from tests.test_shared.mutate import safetensors, safetensors_files, steady
 
 SPEC = make_spec(LosslessCodec())
 SHAPE = (SPEC.target.vocab_size, SPEC.target.hidden_size)
@@ -103,7 +103,7 @@ def test_a_head_that_says_otherwise_than_it_is_is_refused(tied: str | None) -> N
         Head.from_bytes(save(tensors(), metadata), SPEC, "here")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(steady, max_examples=200)
 @given(
     st.binary(max_size=200)
     | safetensors_files(["embedding", "lm_head", "final_norm", "other"])

@@ -14,7 +14,7 @@ from shared.config import flatten
 from shared.errors import CacheIncompatibleError, DraftCacheError
 from shared.spec import CaptureSpec
 from tests.test_shared.made import make_cache, make_spec
-from tests.test_shared.mutate import json_values, mutated
+from tests.test_shared.mutate import json_values, mutated, steady
 
 SPEC = make_spec(LevelCodec(step=1 / 16))
 
@@ -135,7 +135,7 @@ def test_sizes_follow_from_the_spec() -> None:
     assert SPEC.raw_bytes_per_token == 2 * 8 * 2
 
 
-@settings(max_examples=200, deadline=None)
+@settings(steady, max_examples=200)
 @given(json_values | mutated(SPEC.to_dict()))
 def test_no_json_makes_from_dict_fail_in_another_way(fields: Any) -> None:
     try:

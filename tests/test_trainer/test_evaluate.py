@@ -26,11 +26,7 @@ def trained(
     from trainer import config as training
 
     run = tmp_path_factory.mktemp("runs") / "trained"
-    train(
-        tiny_train(
-            run, tiny_cache, steps=150, optimizer=training.OptimizerConfig(lr=3e-3)
-        )
-    )
+    train(tiny_train(run, tiny_cache, steps=150, optimizer=training.OptimizerConfig(lr=3e-3)))
     return run
 
 
@@ -46,7 +42,7 @@ def test_evaluation_is_the_same_every_time(trained: Path) -> None:
     first = evaluate_run(Run(trained), cache=None, max_samples=None)
     second = evaluate_run(Run(trained), cache=None, max_samples=None)
     assert first == second
-    assert first == {"step": 150, **{k: v for k, v in Run(trained).evaluations()[-1].items()}}
+    assert first == {"step": 150, **Run(trained).evaluations()[-1]}
 
 
 def test_training_raised_the_acceptance_length(trained: Path) -> None:

@@ -22,9 +22,7 @@ MakeTrain = Callable[..., TrainConfig]
 
 
 @pytest.fixture(scope="module")
-def run(
-    tiny_train: MakeTrain, tiny_cache: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Run:
+def run(tiny_train: MakeTrain, tiny_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     path = tmp_path_factory.mktemp("runs") / "exported"
     train(tiny_train(path, tiny_cache, steps=3))
     return Run(path)

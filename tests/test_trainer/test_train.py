@@ -205,20 +205,18 @@ def test_a_non_finite_step_never_reaches_the_weights(
     def poisoned(batch: Any) -> torch.Tensor:
         calls.append(batch)
         states = unpack(batch)
-        return states * torch.nan if len(calls) == 6 else states  # the second step's batch
+        return (
+            states * torch.nan if len(calls) == 6 else states
+        )  # four held-out samples and the first step came before
 
-    evaluations = 4  # held-out samples come first
     object.__setattr__(run.session.features, "unpack", poisoned)
-    before = None
     if policy == "stop":
-        with pytest.raises(NonFiniteError, match="step 2.*not applied"):
+        with pytest.raises(NonFiniteError, match=r"step 2.*not applied"):
             run.train()
     else:
         run.train()
         assert metrics(tmp_path)[-1]["train/nonfinite_steps"] == 1
         assert metrics(tmp_path)[1]["train/loss"] is None
-    del before
-    assert len(calls) >= evaluations
     assert all(p.isfinite().all() for p in run.session.drafter.parameters())
     (written,) = tmp_path.glob("nonfinite-*.json")
     assert json.loads(written.read_text())["samples"] == list(calls[5].sample_ids)

@@ -1,0 +1,270 @@
+"""Bad input is one line on stderr and exit code 1, and loses nothing that is there already."""
+
+import json
+import logging
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cache_builder import cli as builder_cli
+from shared import cli
+from shared.cache import DESCRIPTION, MANIFEST
+from tests.conftest import REPOSITORY, conversations, write_jsonl
+from trainer import cli as trainer_cli
+
+Invoke = Callable[..., tuple[int, str, str]]
+
+BUILD = """
+[cache]
+path = "{cache}"
+[target]
+path = "{target}"
+dtype = "float32"
+[data]
+sources = ["{data}"]
+max_length = 256
+[capture]
+target_layer_ids = [0, 2]
+batch_tokens = 1024
+"""
+TRAIN = """
+[run]
+path = "{run}"
+[cache]
+path = "{cache}"
+heldout_fraction = 0.2
+[sampler]
+tokens_per_batch = 512
+[drafter]
+mask_token_id = 3
+num_layers = 1
+block_size = 8
+intermediate_size = 64
+num_heads = 4
+num_kv_heads = 2
+head_dim = 16
+rope_theta = 1e4
+[train]
+steps = 2
+device = "cpu"
+[evaluate]
+max_samples = 2
+"""
+
+
+@pytest.fixture
+def invoke(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Invoke]:
+    """Runs a command line as its process would: exit code, stdout, stderr."""
+    loggers = [logging.getLogger(name) for name in ("cache_builder", "shared", "trainer")]
+    before = [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
+
+    def run(stage: str, *arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", [stage, *map(str, arguments)])
+        group = builder_cli.main if stage == "cache-builder" else trainer_cli.main
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            cli.run(group)
+        out, err = capsys.readouterr()
+        code = stop.value.code
+        assert isinstance(code, int)
+        return code, out, err
+
+    yield run
+    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        logger.handlers[:], logger.level, logger.propagate = handlers, level, propagate
+
+
+def errors(stderr: str) -> list[str]:
+    assert "Traceback" not in stderr
+    return [line for line in stderr.splitlines() if line.startswith("Error: ")]
+
+
+@pytest.fixture
+def build_config(tmp_path: Path, tiny_target: Path, tiny_data: Path) -> Callable[..., Path]:
+    def write(**changes: object) -> Path:
+        fields = {"cache": tmp_path / "cache", "target": tiny_target, "data": tiny_data}
+        path = tmp_path / "build.toml"
+        path.write_text(BUILD.format(**{**fields, **changes}))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def train_config(tmp_path: Path, tiny_cache: Path) -> Callable[..., Path]:
+    def write(**changes: object) -> Path:
+        path = tmp_path / "train.toml"
+        path.write_text(TRAIN.format(**{"run": tmp_path / "run", "cache": tiny_cache, **changes}))
+        return path
+
+    return write
+
+
+def _malformed(path: Path) -> Path:
+    rows = [json.dumps(row) for row in conversations(range(3))]
+    path.write_text("\n".join([*rows[:2], rows[2][:-9]]) + "\n")
+    return path
+
+
+NO_ASSISTANT = [{"messages": [{"role": "user", "content": "hello"}]}]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        pytest.param(lambda p: p / "absent.jsonl", "absent.jsonl: no such file", id="missing-file"),
+        pytest.param(lambda p: _malformed(p / "bad.jsonl"), "bad.jsonl:3", id="malformed-line"),
+        pytest.param(lambda p: write_jsonl(p / "e.jsonl", []), "no rows", id="empty-dataset"),
+        pytest.param(
+            lambda p: write_jsonl(p / "u.jsonl", NO_ASSISTANT),
+            "no_assistant_turn",
+            id="no-assistant-turn",
+        ),
+    ],
+)
+def test_data_that_cannot_be_used(
+    invoke: Invoke,
+    build_config: Callable[..., Path],
+    tmp_path: Path,
+    make: Callable[[Path], Path],
+    message: str,
+) -> None:
+    code, out, err = invoke("cache-builder", "build", "--config", build_config(data=make(tmp_path)))
+    assert code == 1
+    (line,) = errors(err)
+    assert message in line
+    assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        pytest.param("capture.target_layer_ids=[0,4]", "0..3", id="tap-out-of-range"),
+        pytest.param("capture.batch_token=5", "did you mean 'batch_tokens'", id="unknown-key"),
+        pytest.param("data.max_length=true", "expected int", id="wrong-type"),
+        pytest.param("codec.preset=tiny", "'lossless', 'balanced'", id="unknown-preset"),
+        pytest.param("target.path=nowhere", "target.path", id="no-target"),
+        pytest.param("nonsense", "section.key=value", id="not-an-override"),
+        pytest.param("cache.path=/proc/cache", "/proc/cache", id="unwritable"),
+    ],
+)
+def test_settings_that_cannot_be_right(
+    invoke: Invoke, build_config: Callable[..., Path], override: str, message: str
+) -> None:
+    code, _, err = invoke("cache-builder", "build", "--config", build_config(), "--set", override)
+    assert code == 1
+    (line,) = errors(err)
+    assert message in line
+
+
+def test_a_build_that_is_refused_loses_nothing(
+    invoke: Invoke, build_config: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = build_config()
+    assert invoke("cache-builder", "build", "--config", config)[0] == 0
+    before = (tmp_path / "cache" / MANIFEST).read_bytes()
+    changed = ("--set", "capture.target_layer_ids=[0,1]")
+    code, _, err = invoke("cache-builder", "build", "--config", config, *changed)
+    assert code == 1
+    assert "target_layer_ids: [0, 1] asked for, [0, 2] in the cache" in errors(err)[0]
+    assert (tmp_path / "cache" / MANIFEST).read_bytes() == before
+    code, out, _ = invoke("cache-builder", "inspect", tmp_path / "cache", "--json")
+    assert code == 0
+    facts = json.loads(out)
+    assert facts["num_samples"] == 48
+    assert {
+        "fingerprint",
+        "generation",
+        "num_shards",
+        "num_tokens",
+        "codec",
+        "stored_bytes",
+        "raw_bytes",
+        "stored_over_raw",
+        "target_layer_ids",
+        "hidden_size",
+    } <= facts.keys()
+
+
+def test_a_whole_run_by_its_commands(
+    invoke: Invoke, train_config: Callable[..., Path], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    assert invoke("trainer", "train", "--config", train_config())[0] == 0
+    assert invoke("trainer", "export", run)[0] == 0
+    code, out, _ = invoke("trainer", "summary", run)
+    assert code == 0
+    assert "acceptance length" in out
+    code, out, _ = invoke("trainer", "evaluate", run, "--json")
+    assert code == 0
+    facts = json.loads(out)
+    assert {"tau_chain", "tau_walk", "tau_tree", "accuracy_per_slot", "loss"} <= facts.keys()
+    assert len(facts["accuracy_per_slot"]) == 7
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        pytest.param("sampler.sed=4", "unknown key 'sed'", id="unknown-key"),
+        pytest.param("cache.path=nowhere", "no cache here", id="no-cache"),
+        pytest.param("optimizer.lr=fast", "expected float", id="wrong-type"),
+        pytest.param("drafter.mask_token_id=999", "272 rows", id="mask-token"),
+        pytest.param("drafter.block_size=7", "Set loss.gamma", id="no-published-gamma"),
+        pytest.param("sampler.tokens_per_batch=100", "exceeds tokens_per_batch", id="long-sample"),
+        pytest.param("cache.sources=['third']", "third", id="unknown-source"),
+        pytest.param("run.path=/proc/run", "/proc/run", id="unwritable"),
+    ],
+)
+def test_runs_that_cannot_start(
+    invoke: Invoke, train_config: Callable[..., Path], override: str, message: str
+) -> None:
+    code, _, err = invoke("trainer", "train", "--config", train_config(), "--set", override)
+    assert code == 1
+    (line,) = errors(err)
+    assert message in line
+
+
+def test_a_cache_of_another_format_version_is_refused(
+    invoke: Invoke, train_config: Callable[..., Path], tiny_cache: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny_cache, copy)
+    fields = json.loads((copy / DESCRIPTION).read_text())
+    (copy / DESCRIPTION).write_text(json.dumps({**fields, "format_version": 2}))
+    for stage, arguments in [
+        ("trainer", ("train", "--config", train_config(cache=copy))),
+        ("cache-builder", ("inspect", copy)),
+    ]:
+        code, _, err = invoke(stage, *arguments)
+        assert code == 1
+        assert "format version 2" in errors(err)[0]
+
+
+def test_a_run_trained_from_another_kind_of_cache_is_refused(
+    invoke: Invoke,
+    train_config: Callable[..., Path],
+    build_config: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    assert invoke("trainer", "train", "--config", train_config())[0] == 0
+    other = ("--set", "capture.target_layer_ids=[1]")
+    assert invoke("cache-builder", "build", "--config", build_config(), *other)[0] == 0
+    code, _, err = invoke("trainer", "train", "--config", train_config(cache=tmp_path / "cache"))
+    assert code == 1
+    assert "trained from a cache with" in errors(err)[0]
+
+
+@pytest.mark.parametrize("package", ["cache_builder", "trainer"])
+def test_help_teaches_and_usage_errors_exit_with_two(package: str) -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", package, *arguments]
+        return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+
+    done = run("--help")
+    assert done.returncode == 0
+    assert "--config" in done.stdout
+    assert run("no-such-command").returncode == 2
