@@ -15,12 +15,13 @@ from cache_builder.commit import committed_shards, discard_uncommitted, publish
 from cache_builder.config import BuildConfig
 from cache_builder.decoder import default_layer_ids
 from cache_builder.lock import builder_lock
-from cache_builder.plan import Plan
+from cache_builder.plan import Plan, find_plans
 from cache_builder.planning import find_or_make_plan
 from cache_builder.pool import Events, Outcome, run_inline, run_processes
 from cache_builder.target import describe_target, load_config, resolve_target
 from cache_builder.template import ChatTemplate
 from cache_builder.tokens import describe_tokens, load_template
+from cache_builder.verify import verify_cache
 from cache_builder.worker import Job, Prepared
 from shared.cache import (
     CALIBRATIONS,
@@ -33,9 +34,11 @@ from shared.cache import (
     WIP,
     Cache,
     read_description,
+    read_manifest,
+    record_key,
 )
 from shared.codec import PRESETS, check_chunk_bytes
-from shared.errors import CaptureError, DataError
+from shared.errors import CacheError, CaptureError, DataError
 from shared.files import (
     write_json,
     writing,
@@ -100,19 +103,44 @@ def build(config: BuildConfig) -> BuildReport:
             len(todo),
         )
         if todo or prepared is None:
-            job = Job(
-                cache=path,
-                plan=plan.directory,
-                spec=spec,
-                target_path=target_path,
-                target=config.target,
-                batch_tokens=config.capture.batch_tokens,
-            )
-            _capture(config, job, plan, todo, prepared)
+            _capture(config, _job(config, plan, spec, target_path), plan, todo, prepared)
         manifest = publish(path, spec)
         _require_complete(config, plan, path)
     Cache(path)  # a reader must be able to open what was published
     return BuildReport(manifest, plan, len(todo), time.perf_counter() - started)
+
+
+def repair(config: BuildConfig) -> list[str]:
+    """Capture the damaged and missing shards of the newest generation anew, and nothing else.
+
+    Returns:
+        Their ids.
+
+    Raises:
+        CacheError: the cache itself cannot be opened, or what is damaged is not in a shard.
+        CacheIncompatibleError: it was built with other settings.
+    """
+    target_path = resolve_target(config.target)
+    spec = describe_capture(config, target_path, load_template(target_path, config.data))
+    path = config.cache.path
+    manifest = read_manifest(LocalStorage(path))
+    with builder_lock(path):
+        prepared = _open_or_create(path, spec)
+        problems = verify_cache(path, deep=True)
+        if lost := [problem for problem in problems if problem.shard is None]:
+            raise CacheError(f"{lost[0].message} No shard can replace it: build the cache anew.")
+        damaged = sorted({str(problem.shard) for problem in problems})
+        for shard_id in damaged:
+            (path / record_key(shard_id)).unlink(missing_ok=True)
+        discard_uncommitted(path)
+        for directory in find_plans(path / PLANS):
+            plan = Plan(directory)
+            done = committed_shards(path)
+            todo = [i for i in plan.shard_ids if i in manifest.records and i not in done]
+            if todo:
+                _capture(config, _job(config, plan, spec, target_path), plan, todo, prepared)
+        publish(path, spec)
+    return damaged
 
 
 def describe_capture(config: BuildConfig, target_path: Path, template: ChatTemplate) -> CaptureSpec:
@@ -164,6 +192,17 @@ _OWN_NAMES = {
     *(PLANS, RECORDS, GENERATIONS, CALIBRATIONS, WIP, TARGET, GROUP),
     *("builder.lock", "workers.lock", "head.safetensors"),
 }
+
+
+def _job(config: BuildConfig, plan: Plan, spec: CaptureSpec, target_path: Path) -> Job:
+    return Job(
+        cache=config.cache.path,
+        plan=plan.directory,
+        spec=spec,
+        target_path=target_path,
+        target=config.target,
+        batch_tokens=config.capture.batch_tokens,
+    )
 
 
 def _capture(

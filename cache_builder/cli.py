@@ -7,6 +7,7 @@ import click
 
 from cache_builder.config import BuildConfig
 from shared import cli, config
+from shared.errors import CacheError
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -52,6 +53,43 @@ def inspect(cache: Path, as_json: bool) -> None:
         cli.print_json(facts)
     else:
         cli.print_table(rows(facts))
+
+
+@main.command()
+@click.argument("cache", type=click.Path(path_type=Path))
+@click.option("--deep", is_flag=True, help="Read every byte and check that states are finite.")
+@cli.json_option
+def verify(cache: Path, deep: bool, as_json: bool) -> None:
+    """Check a cache; exit code 1 if anything is wrong.
+
+    Without --deep: metadata, small files, and the presence and size of the large ones.
+    """
+    from tqdm import tqdm
+
+    from cache_builder.verify import verify_cache
+
+    with tqdm(desc="verify", unit="shard", disable=None) as bar:
+        problems = verify_cache(cache, deep=deep, progress=lambda done: bar.update(done - bar.n))
+    if as_json:
+        cli.print_json({"ok": not problems, "problems": [p.to_dict() for p in problems]})
+    for problem in problems[:8]:
+        click.echo(problem.message, err=True)
+    if problems:
+        raise CacheError(
+            f"{cache}: {len(problems)} problems. Run `cache-builder repair` with its configuration."
+        )
+    if not as_json:
+        click.echo(f"{cache}: nothing is wrong")
+
+
+@main.command()
+@cli.config_options
+def repair(path: Path, overrides: tuple[str, ...]) -> None:
+    """Capture the damaged and missing shards anew, and nothing else."""
+    from cache_builder.build import repair as repair_cache
+
+    repaired = repair_cache(config.load(BuildConfig, path, overrides))
+    click.echo(f"{len(repaired)} shards captured anew" + "".join(f"\n  {i}" for i in repaired))
 
 
 @main.command("convert-gguf")

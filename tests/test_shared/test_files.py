@@ -93,6 +93,13 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 needs_proc = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
 
 
+def test_a_file_is_whole_when_it_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: sizes.append(os.fstat(descriptor).st_size))
+    write_bytes(tmp_path / "file", bytes(100))
+    assert sizes[0] == 100
+
+
 @needs_proc
 def test_a_file_is_synced_before_its_rename_and_its_name_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -163,10 +170,13 @@ def test_a_directory_where_a_file_lies_is_one_line(tmp_path: Path) -> None:
         (tmp_path / "file").mkdir(parents=True, exist_ok=True)
 
 
-def test_what_is_nobodys_fault_keeps_its_traceback(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="Input/output") as caught, writing(tmp_path):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-    assert not isinstance(caught.value, DraftCacheError)
+def test_any_other_answer_of_the_disk_is_one_line_with_its_cause(tmp_path: Path) -> None:
+    answer = OSError(errno.EIO, os.strerror(errno.EIO))
+    message = r"cannot be written \(Input/output"
+    with pytest.raises(DraftCacheError, match=message) as caught, writing(tmp_path):
+        raise answer
+    assert caught.value.__cause__ is answer
+    assert not isinstance(caught.value, OutOfSpaceError)
 
 
 def test_an_error_of_ours_passes_unchanged(tmp_path: Path) -> None:

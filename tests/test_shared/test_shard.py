@@ -553,6 +553,21 @@ def test_the_metadata_of_zarr_are_in_the_record_and_not_needed_to_read(shard: Sh
     read_all(path, spec, record)
 
 
+def test_storage_names_a_file_that_ends_too_early_or_is_not_there(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    (tmp_path / "directory" / "inside").mkdir(parents=True)
+    (tmp_path / "file").write_bytes(bytes(10))
+    assert storage.read_range("file", 4, 6) == bytes(6)
+    with pytest.raises(ShardCorruptError, match=r"file: expected 7 bytes at 4, found 6\. The file"):
+        storage.read_range("file", 4, 7)
+    with pytest.raises(ShardCorruptError, match=r"absent: missing\. Run `cache-builder repair`"):
+        storage.read_range("absent", 0, 1)
+    with pytest.raises(ShardCorruptError, match=r"cannot be read \(Is a directory\)"):
+        storage.read("directory")
+    assert storage.names("directory") == ["inside"]
+    assert storage.names("absent") == []
+
+
 def test_the_same_samples_give_the_same_record(
     tmp_path: Path, spec: CaptureSpec, write_shard: WriteShard
 ) -> None:

@@ -1,0 +1,96 @@
+"""Damage is found by shard, and repair redoes exactly what is damaged."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cache_builder.build import repair
+from cache_builder.config import BuildConfig
+from cache_builder.verify import verify_cache
+from shared.cache import HEAD, MANIFEST, Cache, record_key
+from shared.errors import CacheError
+from shared.shard import GROUP, STATES_OBJECT
+
+MakeBuild = Callable[..., BuildConfig]
+
+
+@pytest.fixture
+def copy(tiny_cache: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "copy"
+    shutil.copytree(tiny_cache, path)
+    return path
+
+
+def flip(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES = [
+    pytest.param(lambda g, r: flip(g / STATES_OBJECT, 100), False, id="bit-of-states"),
+    pytest.param(lambda g, r: flip(g / "hidden_states" / "zarr.json", 5), False, id="bit-of-json"),
+    pytest.param(lambda g, r: flip(g / "token_ids" / "c" / "0", 9), True, id="bit-of-tokens"),
+    pytest.param(lambda g, r: (g / STATES_OBJECT).unlink(), True, id="missing-states"),
+    pytest.param(lambda g, r: shutil.rmtree(g), True, id="missing-group"),
+    pytest.param(lambda g, r: r.unlink(), True, id="missing-record"),
+    pytest.param(lambda g, r: flip(r, 30), True, id="bit-of-record"),
+]
+
+
+@pytest.mark.parametrize(("damage", "is_seen_fast"), DAMAGES)
+def test_damage_is_found_and_repaired(
+    copy: Path,
+    tiny_build: MakeBuild,
+    damage: Callable[[Path, Path], None],
+    is_seen_fast: bool,
+) -> None:
+    before = {path.name: path.read_bytes() for path in (copy / "records").iterdir()}
+    manifest = (copy / MANIFEST).read_bytes()
+    victim = Cache(copy).shard_ids[2]
+    damage(copy / GROUP / victim, copy / record_key(victim))
+    assert {p.shard for p in verify_cache(copy, deep=False)} == (
+        {victim} if is_seen_fast else set()
+    )
+    assert {p.shard for p in verify_cache(copy, deep=True)} == {victim}
+    others = {
+        path: path.stat().st_mtime_ns
+        for path in (copy / GROUP).rglob("c/0/0/0")
+        if victim not in path.parts
+    }
+    assert repair(tiny_build(copy)) == [victim]
+    assert verify_cache(copy, deep=True) == []
+    assert {path.name: path.read_bytes() for path in (copy / "records").iterdir()} == before
+    assert (copy / MANIFEST).read_bytes() == manifest
+    assert all(path.stat().st_mtime_ns == mtime for path, mtime in others.items())
+
+
+def test_two_swapped_shards_are_both_found(copy: Path) -> None:
+    first, second = (copy / GROUP / shard_id for shard_id in Cache(copy).shard_ids[:2])
+    first.rename(copy / "aside")
+    second.rename(first)
+    (copy / "aside").rename(second)
+    assert {p.shard for p in verify_cache(copy, deep=True)} == {first.name, second.name}
+
+
+def test_a_healthy_cache_has_nothing_to_repair(copy: Path, tiny_build: MakeBuild) -> None:
+    assert repair(tiny_build(copy)) == []
+
+
+def test_a_damaged_head_is_found_and_cannot_be_repaired(copy: Path, tiny_build: MakeBuild) -> None:
+    flip(copy / HEAD, 5000)
+    (problem,) = verify_cache(copy, deep=False)
+    assert problem.shard is None
+    assert HEAD in problem.message
+    with pytest.raises(CacheError, match="build the cache anew"):
+        repair(tiny_build(copy))
+
+
+def test_problems_are_plain_json(copy: Path) -> None:
+    shutil.rmtree(copy / GROUP / Cache(copy).shard_ids[0])
+    problems = json.loads(json.dumps([p.to_dict() for p in verify_cache(copy, deep=False)]))
+    assert all(problem.keys() == {"shard", "kind", "message"} for problem in problems)
+    assert {problem["kind"] for problem in problems} == {"missing"}
