@@ -40,6 +40,8 @@ from shared.cache import (
 from shared.codec import PRESETS, check_chunk_bytes
 from shared.errors import CacheError, CaptureError, DataError
 from shared.files import (
+    sync_directory,
+    sync_file,
     write_json,
     writing,
 )
@@ -230,6 +232,8 @@ def _describe_cache(job: Job, prepared: Prepared) -> None:
         for name in _TARGET_FILES:
             if (job.target_path / name).is_file():
                 shutil.copyfile(job.target_path / name, job.cache / TARGET / name)
+                sync_file(job.cache / TARGET / name)
+        sync_directory(job.cache / TARGET)
     write_json(
         job.cache / DESCRIPTION,
         {

@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 
 from shared.cache import (
+    CALIBRATIONS,
     GENERATIONS,
     MANIFEST,
     RECORDS,
@@ -59,7 +60,7 @@ def discard_uncommitted(cache: Path) -> int:
     ]
     for leftover in leftovers:
         remove_tree(leftover)
-    for directory in (cache, cache / RECORDS, cache / GENERATIONS):
+    for directory in (cache, *(cache / name for name in (RECORDS, GENERATIONS, CALIBRATIONS))):
         remove_partials(directory)
     sync_directory(cache / GROUP)
     return len(leftovers)

@@ -239,8 +239,9 @@ class PlanWriter:
         return Plan(self._target)
 
     def close(self) -> None:
-        self._token_file.close()
-        self._mask_file.close()
+        with writing(self._wip):
+            self._token_file.close()
+            self._mask_file.close()
 
     def discard(self) -> None:
         self.close()
