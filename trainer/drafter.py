@@ -193,5 +193,19 @@ class Drafter(nn.Module):
         return out_QD
 
 
+@torch.no_grad()
+def scale_start_(drafter: Drafter, lm_head_VD: Tensor, channel_rms_F: Tensor) -> None:
+    """Rescale freshly drawn weights to the target's numbers. The function class is untouched.
+
+    `norm` starts at the inverse of the LM head's mean row norm: logits then have unit spread and
+    the loss starts near log V. From 1 it starts at 64 on SmolLM2, and as Adam moves a weight by
+    about the learning rate a step, hundreds of steps go into shrinking it. Columns of `fc` start
+    divided by the RMS of the channel they read: a few channels of a target are a hundred times
+    louder than the rest and would be all that `hidden_norm` lets through.
+    """
+    drafter.norm.weight.fill_(float(1.0 / lm_head_VD.float().norm(dim=1).mean()))
+    drafter.fc.weight.div_(channel_rms_F.to(drafter.fc.weight).clamp_min(1e-6))
+
+
 def _linear(in_features: int, out_features: int) -> nn.Linear:
     return nn.Linear(in_features, out_features, bias=False)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shared.cache import TARGET, Cache
 from shared.errors import CacheIncompatibleError, ConfigError, RunError
@@ -13,6 +14,8 @@ from trainer.batch import Features
 from trainer.config import DrafterConfig, TrainConfig
 from trainer.drafter import Drafter
 from trainer.index import Split, split_samples
+
+_RMS_SAMPLES = 32
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -58,6 +61,20 @@ class Session:
             features=Features(cache, device),
             device=device,
         )
+
+    def channel_rms(self) -> Tensor:
+        """Root mean square of every channel over some training samples, float32 [L * D].
+
+        The first token of a sample is left out: its massive activations are not typical.
+        """
+        train = self.split.train
+        square_F = torch.zeros(self.drafter.fc.in_features)
+        num_tokens = 0
+        for position in train[:: -(-len(train) // _RMS_SAMPLES)].tolist():
+            hidden_TF = self.cache.unpack(self.cache.read(position))[1:].flatten(1).float()
+            square_F += hidden_TF.square().sum(0)
+            num_tokens += len(hidden_TF)
+        return (square_F / max(num_tokens, 1)).sqrt()
 
     def describe_cache(self) -> dict[str, Any]:
         """What a checkpoint remembers of the cache it was trained from."""

@@ -17,6 +17,7 @@ from trainer import checkpoint as checkpoints
 from trainer.batch import Batch
 from trainer.checkpoint_writer import CheckpointWriter
 from trainer.config import TrainConfig
+from trainer.drafter import scale_start_
 from trainer.evaluate import evaluate
 from trainer.loader import Loader
 from trainer.loss import weighing
@@ -53,6 +54,9 @@ class Training:
         self.state: dict[str, Any] = {"nonfinite_steps": 0}
         if snapshot is not None:
             self._restore(snapshot)
+        elif config.drafter.scaled_start:
+            head = self.session.head.lm_head_VD
+            scale_start_(self.session.drafter, head, self.session.channel_rms())
         self.weigh = weighing(config.loss, config.drafter.block_size, self.session.device)
 
     def train(self) -> None:
