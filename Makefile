@@ -67,7 +67,11 @@ cache: $(VENV)/installed $(TARGET) ## Build the cache: resume it, or add what is
 	$(BIN)/python -m cache_builder build $(cache_options) $(overrides)
 
 $(CACHE)/manifest.json: | $(VENV)/installed $(TARGET)
+ifeq ($(suffix $(CONFIG)),.toml)
+	@echo "Error: $(CACHE): no cache here. Build it by 'make cache CONFIG=... CACHE=$(CACHE)'." >&2; exit 1
+else
 	$(BIN)/python -m cache_builder build $(cache_options)
+endif
 
 train: $(VENV)/installed | $(CACHE)/manifest.json ## Train, evaluate and export a drafter; build the cache if there is none
 	$(BIN)/python -m trainer train --config $(TRAIN_CONFIG) --set 'cache.path=$(CACHE)' --set 'run.path=$(RUN)' $(overrides)

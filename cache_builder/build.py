@@ -18,6 +18,7 @@ from cache_builder.lock import builder_lock
 from cache_builder.plan import Plan, find_plans
 from cache_builder.planning import find_or_make_plan
 from cache_builder.pool import Events, Outcome, run_inline, run_processes
+from cache_builder.space import require_fit
 from cache_builder.target import describe_target, load_config, resolve_target
 from cache_builder.template import ChatTemplate
 from cache_builder.tokens import describe_tokens, load_template
@@ -28,6 +29,7 @@ from shared.cache import (
     DESCRIPTION,
     FORMAT,
     GENERATIONS,
+    HEAD,
     PLANS,
     RECORDS,
     TARGET,
@@ -61,6 +63,10 @@ _TARGET_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
+
+
+_DIRECTORIES = (PLANS, RECORDS, GENERATIONS, CALIBRATIONS, WIP, TARGET, GROUP)
+_OWN_NAMES = {*_DIRECTORIES, "builder.lock", "workers.lock", HEAD}
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,20 +186,19 @@ def _open_or_create(path: Path, spec: CaptureSpec) -> Prepared | None:
             f"{path}: not a cache and not empty (it has {', '.join(sorted(foreign)[:8])}). "
             "Choose an empty directory."
         )
+    create_directories(path)
+    return None
+
+
+def create_directories(path: Path) -> None:
+    """The skeleton of a cache; harmless if it is there."""
     with writing(path):
-        for name in (PLANS, RECORDS, GENERATIONS, CALIBRATIONS, WIP, TARGET, GROUP):
+        for name in _DIRECTORIES:
             (path / name).mkdir(exist_ok=True)
         write_json(
             path / GROUP / "zarr.json",
             {"zarr_format": 3, "node_type": "group", "attributes": {"format": FORMAT}},
         )
-    return None
-
-
-_OWN_NAMES = {
-    *(PLANS, RECORDS, GENERATIONS, CALIBRATIONS, WIP, TARGET, GROUP),
-    *("builder.lock", "workers.lock", "head.safetensors"),
-}
 
 
 def _job(config: BuildConfig, plan: Plan, spec: CaptureSpec, target_path: Path) -> Job:
@@ -204,6 +209,7 @@ def _job(config: BuildConfig, plan: Plan, spec: CaptureSpec, target_path: Path) 
         target_path=target_path,
         target=config.target,
         batch_tokens=config.capture.batch_tokens,
+        min_free_bytes=config.cache.min_free_bytes,
     )
 
 
@@ -212,7 +218,9 @@ def _capture(
 ) -> None:
     devices = pick_devices(config)
     total = sum(int(plan.lengths(plan.shard_positions(shard_id)).sum()) for shard_id in todo)
-    logger.info("capturing %d tokens on %s", total, ", ".join(devices))
+    needed = total * job.spec.raw_bytes_per_token * job.spec.build_codec().expected_ratio
+    require_fit(job.cache, needed, job.min_free_bytes)
+    logger.info("capturing %d tokens on %s, about %.2f GB", total, ", ".join(devices), needed / 1e9)
     with tqdm(total=total, desc="capture", unit="tok", unit_scale=True, disable=None) as bar:
         events = Events(
             on_prepared=lambda ready: _describe_cache(job, ready),

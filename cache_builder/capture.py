@@ -17,6 +17,7 @@ from torch import Tensor
 from cache_builder.commit import commit_shard
 from cache_builder.plan import Plan, PlannedSample, micro_batches
 from cache_builder.quality import LayerSums, find_fault
+from cache_builder.space import require_floor
 from cache_builder.target import Target
 from shared.cache import WIP
 from shared.codec import Calibration
@@ -101,6 +102,7 @@ class ShardCapture:
         calibration: Calibration | None,
         calibration_name: str | None,
         batch_tokens: int,
+        min_free_bytes: int,
     ) -> None:
         self._cache = cache
         self._plan = plan
@@ -110,11 +112,16 @@ class ShardCapture:
         self._calibration = calibration.to(target.device) if calibration is not None else None
         self._calibration_name = calibration_name
         self._batch_tokens = batch_tokens
+        self._min_free_bytes = min_free_bytes
 
     def capture(
         self, shard_id: str, progress: Callable[[int], None] = lambda tokens: None
     ) -> tuple[ShardRecord, Timing]:
-        """Capture and commit one shard; `progress` is told the tokens of every micro-batch."""
+        """Capture and commit one shard; `progress` is told the tokens of every micro-batch.
+
+        Raises:
+            OutOfSpaceError: less space is free than must stay free.
+        """
         started = time.perf_counter()
         timing, quarantined = Timing(), dict[str, str]()
         sums = LayerSums(self._spec.num_captured)
@@ -125,6 +132,7 @@ class ShardCapture:
         try:
             with _BackgroundWriter(writer) as background:
                 for part in micro_batches(self._plan.lengths(positions), self._batch_tokens):
+                    require_floor(self._cache, self._min_free_bytes)
                     samples = [self._plan.sample(int(p)) for p in positions[part]]
                     began = time.perf_counter()
                     states = self._target.capture([sample.token_ids for sample in samples])

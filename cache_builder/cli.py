@@ -42,6 +42,28 @@ def build(path: Path, overrides: tuple[str, ...], workers: int | None) -> None:
 
 
 @main.command()
+@cli.config_options
+@cli.json_option
+def estimate(path: Path, overrides: tuple[str, ...], as_json: bool) -> None:
+    """What a build will cost: bytes per token, total, free space, hours.
+
+    Measured on a sample of the data, which is captured and thrown away. Exit code 1 if the
+    cache does not fit on its disk.
+    """
+    from cache_builder.estimate import estimate as estimate_build
+    from cache_builder.estimate import rows
+    from cache_builder.space import require_fit
+
+    settings = config.load(BuildConfig, path, overrides)
+    facts = estimate_build(settings)
+    if as_json:
+        cli.print_json(facts)
+    else:
+        cli.print_table(rows(facts))
+    require_fit(settings.cache.path, facts["needed_bytes"], settings.cache.min_free_bytes)
+
+
+@main.command()
 @click.argument("cache", type=click.Path(path_type=Path))
 @cli.json_option
 def inspect(cache: Path, as_json: bool) -> None:

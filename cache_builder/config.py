@@ -13,6 +13,17 @@ class CacheConfig:
     path: Path
     """Directory of the cache. Building again into it adds what is new."""
 
+    min_free_gb: float = 5.0
+    """Space of the disk that stays free: a build stops cleanly before it goes below."""
+
+    def __post_init__(self) -> None:
+        if self.min_free_gb < 0:
+            raise ValueError(f"min_free_gb must not be negative, got {self.min_free_gb}")
+
+    @property
+    def min_free_bytes(self) -> int:
+        return int(self.min_free_gb * 1e9)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TargetConfig:

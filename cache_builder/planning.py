@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from cache_builder.commit import committed_shards, publish
+from cache_builder.commit import committed_shards, read_record
 from cache_builder.config import BuildConfig
 from cache_builder.corpus import read_corpus
 from cache_builder.plan import Plan, PlanWriter, find_plans, next_plan_id
@@ -14,8 +14,9 @@ from cache_builder.report import UNKNOWN_MODEL, CorpusReport
 from cache_builder.sources import find_files
 from cache_builder.template import ChatTemplate
 from shared import config as configs
-from shared.cache import PLANS, Cache, read_description
+from shared.cache import DESCRIPTION, PLANS, read_description
 from shared.files import canonical_json, sha256_bytes, sha256_file
+from shared.shard import ShardReader
 from shared.spec import CaptureSpec
 from shared.storage import LocalStorage
 
@@ -43,13 +44,28 @@ def find_or_make_plan(config: BuildConfig, spec: CaptureSpec, template: ChatTemp
             }
         )
     )
-    for directory in reversed(find_plans(plans)):
+    committed = committed_shards(config.cache.path)
+    for age, directory in enumerate(reversed(find_plans(plans))):
         plan = Plan(directory)
-        if plan.key == key:
+        # What an older plan left undone, a newer one may have done under other shards.
+        if plan.key == key and (age == 0 or committed.issuperset(plan.shard_ids)):
             return plan
-    known = _committed_samples(config.cache.path)
+    known = committed_samples(config.cache.path)
+    return make_plan(config, spec, template, plans=plans, key=key, known=known)
+
+
+def make_plan(
+    config: BuildConfig,
+    spec: CaptureSpec,
+    template: ChatTemplate,
+    *,
+    plans: Path,
+    key: str,
+    known: set[bytes],
+) -> Plan:
+    """Tokenize the data and write a plan of the samples that are not in `known`."""
     corpus = read_corpus(
-        sources,
+        config.data.tagged_sources,
         template,
         vocab_size=spec.target.vocab_size,
         max_length=config.data.max_length,
@@ -77,13 +93,19 @@ def find_or_make_plan(config: BuildConfig, spec: CaptureSpec, template: ChatTemp
         writer.discard()
 
 
-def _committed_samples(path: Path) -> set[bytes]:
-    """Ids of the samples that are in the cache, published or not."""
-    if not committed_shards(path):
+def committed_samples(path: Path) -> set[bytes]:
+    """Ids of the samples in the committed shards of the cache at `path`, published or not."""
+    shard_ids = committed_shards(path)
+    if not shard_ids:
         return set()
-    spec = CaptureSpec.from_dict(read_description(LocalStorage(path))["spec"], str(path))
-    publish(path, spec)
-    return {row.tobytes() for row in Cache(path).index.sample_ids}
+    storage = LocalStorage(path)
+    spec = CaptureSpec.from_dict(read_description(storage)["spec"], f"{path}/{DESCRIPTION}")
+    known: set[bytes] = set()
+    for shard_id in sorted(shard_ids):
+        record, _ = read_record(path, shard_id)
+        reader = ShardReader(storage, record, spec)
+        known |= {row.tobytes() for row in reader.arrays["sample_ids"]}
+    return known
 
 
 def _log_corpus(report: CorpusReport, template: ChatTemplate) -> None:

@@ -42,6 +42,7 @@ class Job:
     target_path: Path
     target: TargetConfig
     batch_tokens: int
+    min_free_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,7 @@ class Worker:
             calibration=read_calibration(LocalStorage(job.cache), calibration, job.spec),
             calibration_name=calibration,
             batch_tokens=job.batch_tokens,
+            min_free_bytes=job.min_free_bytes,
         )
         return capture.capture(shard_id, progress)
 

@@ -8,6 +8,7 @@ on the host, `unpack` where the states are used.
 T tokens of one sample   L captured layers   D hidden size   C tokens of one chunk
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -84,6 +85,10 @@ class Codec(Protocol):
     @property
     def needs_calibration(self) -> bool: ...
 
+    @property
+    def expected_ratio(self) -> float:
+        """Stored bytes over raw bfloat16 bytes, before anything is measured."""
+
     def calibrate(self, hidden_TLD: Tensor) -> Calibration | None:
         """Learn the channels from some tokens of the target."""
 
@@ -122,6 +127,7 @@ class LosslessCodec:
     name: ClassVar[str] = "lossless"
     stored_dtype: ClassVar[np.dtype[Any]] = np.dtype("<u2")
     needs_calibration: ClassVar[bool] = False
+    expected_ratio: ClassVar[float] = 0.70
 
     def calibrate(self, hidden_TLD: Tensor) -> None:
         return None
@@ -180,6 +186,11 @@ class LevelCodec:
     def __post_init__(self) -> None:
         if not 0.0 < self.step <= 1.0:
             raise ValueError(f"step must be in (0, 1], got {self.step}")
+
+    @property
+    def expected_ratio(self) -> float:
+        """From the entropy of a rounded Gaussian, 2.05 + log2(1 / step) bits of 16."""
+        return (2.05 - math.log2(self.step)) / 16
 
     def calibrate(self, hidden_TLD: Tensor) -> Calibration:
         """Mean and step per channel from `hidden_TLD`, without the tokens of massive activations.

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from cache_builder import cli as builder_cli
-from shared import cli
+from cache_builder.config import BuildConfig
+from shared import cli, config
 from shared.cache import DESCRIPTION, MANIFEST
 from tests.conftest import REPOSITORY, conversations, write_jsonl
 from trainer import cli as trainer_cli
+from trainer.config import TrainConfig
 
 Invoke = Callable[..., tuple[int, str, str]]
 
@@ -268,3 +270,19 @@ def test_help_teaches_and_usage_errors_exit_with_two(package: str) -> None:
     assert done.returncode == 0
     assert "--config" in done.stdout
     assert run("no-such-command").returncode == 2
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "cache_builder" / "configs").glob("*.toml")))
+def test_shipped_cache_configurations_load(path: Path) -> None:
+    settings = config.load(BuildConfig, path)
+    assert settings.cache.path == Path("caches") / path.stem
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "trainer" / "configs").glob("*.toml")))
+def test_shipped_training_configurations_load_and_name_their_cache(path: Path) -> None:
+    settings = config.load(TrainConfig, path)
+    assert settings.cache.path == Path("caches") / path.stem
+    assert (REPOSITORY / "cache_builder" / "configs" / path.name).is_file()
+    assert settings.optimizer.betas == (0.9, 0.95)
+    if settings.drafter.block_size == 16:
+        assert settings.loss.resolve_gamma(16) == 7.0

@@ -111,7 +111,7 @@ def cache(
 
 @pytest.fixture(scope="module")
 def run(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A drafter that has learned most of the answers by heart, and one or two prompts not at all."""
+    """A drafter that has learned most answers by heart, and those of a held-out prompt not."""
     path = tmp_path_factory.mktemp("run") / "run"
     train(
         training.TrainConfig(

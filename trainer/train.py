@@ -38,6 +38,9 @@ from trainer.tracking import Tracker
 
 logger = logging.getLogger(__name__)
 
+_SECONDS_PER_LINE = 30.0
+"""How often a run without a terminal says where it is."""
+
 
 class Training:
     """One run, from its newest checkpoint to its last step."""
@@ -78,6 +81,7 @@ class Training:
             tqdm(total=config.train.steps, initial=self.step, unit="step", disable=None) as bar,
         ):
             batches = iter(loader)
+            next_line = time.monotonic()
             while self.step < config.train.steps:
                 began = time.perf_counter()
                 metrics = self._train_step(batches)
@@ -99,9 +103,24 @@ class Training:
                 tracker.log(self.step, metrics)
                 bar.update()
                 bar.set_postfix_str(f"loss {metrics['train/loss']:.3f}", refresh=False)
+                if bar.disable and time.monotonic() > next_line:  # no terminal: lines instead
+                    next_line = time.monotonic() + _SECONDS_PER_LINE
+                    self._log_progress(metrics)
                 if is_last or self.step % config.checkpoint.every_steps == 0:
                     tracker.sync()
                     writer.submit(self._snapshot(score))
+
+    def _log_progress(self, metrics: dict[str, Any]) -> None:
+        left = (self.config.train.steps - self.step) * metrics["speed/step_seconds"]
+        logger.info(
+            "step %d of %d: loss %.4f, %.0f tokens/s, waited for data %.1f %%, about %.0f min left",
+            self.step,
+            self.config.train.steps,
+            metrics["train/loss"],
+            metrics["speed/tokens_per_second"],
+            100 * metrics["data/wait_share"],
+            left / 60,
+        )
 
     def _train_step(self, batches: Iterator[Batch]) -> dict[str, Any]:
         config, session = self.config, self.session

@@ -107,6 +107,34 @@ def test_more_data_captures_only_the_new_samples(
     ]
 
 
+def test_data_that_change_and_change_back_store_no_sample_twice(
+    many_shards: MakeBuild, tiny_data: Path, tmp_path: Path
+) -> None:
+    """A build is stopped, the data grow, the rest is built, and the data shrink again."""
+    from cache_builder import build as building
+
+    cache = tmp_path / "cache"
+    original = building._capture
+
+    def first_shards_only(*arguments: object) -> None:
+        config, job, plan, todo, prepared = arguments
+        original(config, job, plan, todo[:2], prepared)  # type: ignore[arg-type, index]
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(building, "_capture", first_shards_only)
+        with pytest.raises(KeyboardInterrupt):
+            build(many_shards(cache))
+    assert len(committed_shards(cache)) == 2
+    more = write_jsonl(tmp_path / "more.jsonl", conversations(range(48, 60)))
+    build(many_shards(cache, data=[tiny_data, more]))
+    assert len(Cache(cache).index) == 60
+    report = build(many_shards(cache))
+    assert report.num_new_shards == 0
+    index = Cache(cache).index
+    assert len({row.tobytes() for row in index.sample_ids}) == len(index) == 60
+
+
 def test_every_sample_is_stored_once_with_its_own_tokens(
     many_shards: MakeBuild, tmp_path: Path
 ) -> None:
@@ -247,6 +275,7 @@ def test_workers_that_all_die_leave_the_missing_shards_named(
         target_path=tmp_path,  # not a target: every worker refuses
         target=TargetConfig(path="-"),
         batch_tokens=1,
+        min_free_bytes=0,
     )
     events = Events(
         on_prepared=lambda prepared: None,

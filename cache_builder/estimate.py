@@ -1,0 +1,125 @@
+"""What a cache will cost, measured on a sample of the data: bytes, hours, and whether it fits."""
+
+import logging
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from cache_builder.build import create_directories, describe_capture, pick_devices
+from cache_builder.config import BuildConfig
+from cache_builder.corpus import TokenizedSample
+from cache_builder.plan import Plan, PlanWriter
+from cache_builder.planning import committed_samples, make_plan
+from cache_builder.space import free_bytes
+from cache_builder.target import resolve_target
+from cache_builder.tokens import load_template
+from cache_builder.worker import Job, Worker
+
+logger = logging.getLogger(__name__)
+
+_SAMPLE_TOKENS = 8192
+"""Enough for the ratio, which varies by a percent or two; and for the rate on a CPU."""
+
+
+def estimate(config: BuildConfig) -> dict[str, Any]:
+    """Bytes per token, total bytes, free space and hours of the build that `config` describes.
+
+    Counts only samples that are not in the cache yet. Tokenizes all the data and captures a
+    sample of them on one device, in a directory that is removed again.
+
+    Raises:
+        DataError: the data cannot be used.
+        TargetError: the target cannot be loaded.
+    """
+    target_path = resolve_target(config.target)
+    template = load_template(target_path, config.data)
+    spec = describe_capture(config, target_path, template)
+    path = config.cache.path
+    known = committed_samples(path)
+    parent = next(p for p in path.absolute().parents if p.is_dir())
+    with tempfile.TemporaryDirectory(prefix=".estimate-", dir=parent) as name:
+        scratch = Path(name) / "cache"
+        scratch.mkdir()
+        create_directories(scratch)
+        plan = make_plan(config, spec, template, plans=scratch / "all", key="estimate", known=known)
+        sample = _sample_plan(plan, scratch / "some", config)
+        device = pick_devices(config)[0]
+        job = Job(
+            cache=scratch,
+            plan=sample.directory,
+            spec=spec,
+            target_path=target_path,
+            target=config.target,
+            batch_tokens=config.capture.batch_tokens,
+            min_free_bytes=0,
+        )
+        worker = Worker(job, device)
+        prepared = worker.prepare()
+        done = [
+            worker.capture(shard_id, prepared.calibration, lambda tokens: None)
+            for shard_id in sample.shard_ids
+        ]
+    sampled = sum(record.num_tokens for record, _ in done)
+    if not sampled:
+        return {"num_tokens": 0, "num_samples": 0, "needed_bytes": 0, "fits": True}
+    bytes_per_token = sum(record.stored_bytes for record, _ in done) / sampled
+    rate = sampled / sum(timing.total for _, timing in done) * len(pick_devices(config))
+    needed = bytes_per_token * plan.num_tokens
+    free = free_bytes(path)
+    return {
+        "num_samples": len(plan),
+        "num_tokens": plan.num_tokens,
+        "already_cached": len(known),
+        "sampled_tokens": sampled,
+        "bytes_per_token": bytes_per_token,
+        "raw_bytes_per_token": spec.raw_bytes_per_token,
+        "stored_over_raw": bytes_per_token / spec.raw_bytes_per_token,
+        "needed_bytes": needed,
+        "free_bytes": free,
+        "min_free_bytes": config.cache.min_free_bytes,
+        "fits": needed + config.cache.min_free_bytes <= free,
+        "tokens_per_second": rate,
+        "hours": plan.num_tokens / rate / 3600,
+        "devices": pick_devices(config),
+    }
+
+
+def _sample_plan(plan: Plan, plans: Path, config: BuildConfig) -> Plan:
+    """A plan of some samples of `plan`, spread evenly over the lengths."""
+    writer = PlanWriter(plans, "0001")
+    try:
+        for position in plan.calibration_positions(_SAMPLE_TOKENS) if len(plan) else []:
+            planned = plan.sample(position)
+            file, row, source = plan.provenance(position)
+            writer.add(
+                TokenizedSample(planned.token_ids, planned.loss_mask, source, file, row, None)
+            )
+        return writer.commit(key="sample", shard_tokens=_SAMPLE_TOKENS, report={})
+    finally:
+        writer.discard()
+
+
+def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """`facts` as a table of names and values."""
+    if not facts["num_tokens"]:
+        return [("new samples", "0: everything is in the cache already")]
+    return [
+        ("new samples", f"{facts['num_samples']:,} ({facts['already_cached']:,} in the cache)"),
+        ("new tokens", f"{facts['num_tokens']:,}"),
+        (
+            "bytes per token",
+            f"{facts['bytes_per_token']:,.0f} stored, {facts['raw_bytes_per_token']:,} as bf16 "
+            f"({facts['stored_over_raw']:.3f}), from {facts['sampled_tokens']:,} tokens",
+        ),
+        ("needed", f"{facts['needed_bytes'] / 1e9:,.3f} GB"),
+        (
+            "free",
+            f"{facts['free_bytes'] / 1e9:,.3f} GB, of which {facts['min_free_bytes'] / 1e9:g} GB "
+            f"must stay free: it {'fits' if facts['fits'] else 'DOES NOT FIT'}",
+        ),
+        (
+            "time",
+            f"{facts['hours']:,.2f} hours at {facts['tokens_per_second']:,.0f} tokens/s on "
+            f"{len(facts['devices'])} x {facts['devices'][0]}",
+        ),
+    ]

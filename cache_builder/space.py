@@ -1,0 +1,42 @@
+"""Free disk space: enough to begin, and a floor below which a build stops cleanly."""
+
+import shutil
+from pathlib import Path
+
+from shared.errors import OutOfSpaceError
+
+
+def free_bytes(path: Path) -> int:
+    """Free space of the file system that holds `path`, or will."""
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def require_floor(path: Path, floor_bytes: int) -> None:
+    """Stop before the disk is full: what is committed stays whole and readable.
+
+    Raises:
+        OutOfSpaceError: less than `floor_bytes` are free.
+    """
+    if (free := free_bytes(path)) < floor_bytes:
+        raise OutOfSpaceError(
+            f"{path}: {free / 1e9:.2f} GB free, {floor_bytes / 1e9:.2f} GB must stay free "
+            "(cache.min_free_gb). What is committed is kept: free some space and run the same "
+            "command again."
+        )
+
+
+def require_fit(path: Path, needed_bytes: float, floor_bytes: int) -> None:
+    """Refuse to begin what cannot fit.
+
+    Raises:
+        OutOfSpaceError: `needed_bytes` and the floor together exceed what is free.
+    """
+    free = free_bytes(path)
+    if needed_bytes + floor_bytes > free:
+        raise OutOfSpaceError(
+            f"{path}: about {needed_bytes / 1e9:.2f} GB needed and {floor_bytes / 1e9:.2f} GB to "
+            f"stay free (cache.min_free_gb), {free / 1e9:.2f} GB are. Free some space, choose "
+            "another disk, or a smaller codec.preset."
+        )
