@@ -42,7 +42,9 @@ def estimate(config: BuildConfig) -> dict[str, Any]:
         scratch.mkdir()
         create_directories(scratch)
         plan = make_plan(config, spec, template, plans=scratch / "all", key="estimate", known=known)
-        sample = _sample_plan(plan, scratch / "some", config)
+        if not len(plan):
+            return {"num_samples": 0, "num_tokens": 0, "needed_bytes": 0, "fits": True}
+        sample = _sample_plan(plan, scratch / "some")
         device = pick_devices(config)[0]
         job = Job(
             cache=scratch,
@@ -60,8 +62,6 @@ def estimate(config: BuildConfig) -> dict[str, Any]:
             for shard_id in sample.shard_ids
         ]
     sampled = sum(record.num_tokens for record, _ in done)
-    if not sampled:
-        return {"num_tokens": 0, "num_samples": 0, "needed_bytes": 0, "fits": True}
     bytes_per_token = sum(record.stored_bytes for record, _ in done) / sampled
     rate = sampled / sum(timing.total for _, timing in done) * len(pick_devices(config))
     needed = bytes_per_token * plan.num_tokens
@@ -84,11 +84,11 @@ def estimate(config: BuildConfig) -> dict[str, Any]:
     }
 
 
-def _sample_plan(plan: Plan, plans: Path, config: BuildConfig) -> Plan:
+def _sample_plan(plan: Plan, plans: Path) -> Plan:
     """A plan of some samples of `plan`, spread evenly over the lengths."""
     writer = PlanWriter(plans, "0001")
     try:
-        for position in plan.calibration_positions(_SAMPLE_TOKENS) if len(plan) else []:
+        for position in plan.calibration_positions(_SAMPLE_TOKENS):
             planned = plan.sample(position)
             file, row, source = plan.provenance(position)
             writer.add(

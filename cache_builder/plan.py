@@ -4,7 +4,7 @@ A plan is written once, before anything is captured, and never changed; a resume
 back. Samples are planned by id, so that no order, rank or count of workers can lose one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -202,8 +202,20 @@ class PlanWriter:
     def __len__(self) -> int:
         return len(self._columns["num_tokens"])
 
-    def commit(self, *, key: str, shard_tokens: int, report: dict[str, Any]) -> Plan:
-        """Cut the shards and put the plan in place, whole."""
+    def commit(
+        self,
+        *,
+        key: str,
+        report: dict[str, Any],
+        shard_tokens: int = 0,
+        shard_sizes: Sequence[int] | None = None,
+    ) -> Plan:
+        """Cut the shards and put the plan in place, whole.
+
+        Args:
+            shard_tokens: size of a shard, as in `cut_shards`.
+            shard_sizes: instead of that, the samples of each shard; they were added in this order.
+        """
         self.close()
         ids = np.frombuffer(b"".join(self._columns["sample_ids"]), np.uint8)
         arrays = {
@@ -214,9 +226,14 @@ class PlanWriter:
         arrays["sample_ids"] = ids.reshape(-1, SAMPLE_ID_BYTES)
         lengths = arrays["num_tokens"].astype(np.int64)
         arrays["offset"] = lengths.cumsum() - lengths
-        arrays["order"], arrays["shard_offsets"] = cut_shards(
-            arrays["num_tokens"], arrays["sample_ids"], shard_tokens
-        )
+        if shard_sizes is None:
+            arrays["order"], arrays["shard_offsets"] = cut_shards(
+                arrays["num_tokens"], arrays["sample_ids"], shard_tokens
+            )
+        else:
+            assert sum(shard_sizes) == len(self)
+            arrays["order"] = np.arange(len(self), dtype=np.int64)
+            arrays["shard_offsets"] = np.cumsum([0, *shard_sizes], dtype=np.int64)
         with writing(self._wip):
             save_file(arrays, self._wip / _SAMPLES)
             write_json(
@@ -240,8 +257,10 @@ class PlanWriter:
 
     def close(self) -> None:
         with writing(self._wip):
-            self._token_file.close()
-            self._mask_file.close()
+            try:
+                self._token_file.close()
+            finally:
+                self._mask_file.close()
 
     def discard(self) -> None:
         self.close()

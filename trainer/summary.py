@@ -46,7 +46,8 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         return "none" if value is None else f"{value:.{digits}f}"
 
     first, last = facts["heldout_loss"]
-    trees = ", ".join(f"{number(tau)} (B={size})" for size, tau in facts["tau_tree"].items())
+    by_size = sorted(facts["tau_tree"].items(), key=lambda item: int(item[0]))
+    trees = ", ".join(f"{number(tau)} (B={size})" for size, tau in by_size)
     return [
         ("samples", f"{facts['num_samples']:,}"),
         ("tokens", f"{facts['num_tokens']:,}"),
