@@ -52,12 +52,13 @@ def train_command(path: Path, overrides: tuple[str, ...], resume: bool) -> None:
 def evaluate(run: Path, cache: Path | None, samples: int | None, as_json: bool) -> None:
     """Held-out loss and acceptance length of the newest checkpoint, from a cache."""
     from trainer.evaluate import evaluate_run
+    from trainer.summary import evaluation_rows
 
     result = evaluate_run(Run(run), cache=cache, max_samples=samples)
     if as_json:
         cli.print_json(result)
         return
-    cli.print_table([(name, str(value)) for name, value in result.items()])
+    cli.print_table(evaluation_rows(result))
 
 
 @main.command()

@@ -1,4 +1,4 @@
-"""The short table at the end of a run."""
+"""Short tables for people: a run, and an evaluation."""
 
 from pathlib import Path
 from typing import Any
@@ -41,13 +41,7 @@ def summarize(run: Run, export: Path) -> dict[str, Any]:
 
 def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """`facts` as a table of names and values."""
-
-    def number(value: float | None, digits: int = 3) -> str:
-        return "none" if value is None else f"{value:.{digits}f}"
-
     first, last = facts["heldout_loss"]
-    by_size = sorted(facts["tau_tree"].items(), key=lambda item: int(item[0]))
-    trees = ", ".join(f"{number(tau)} (B={size})" for size, tau in by_size)
     return [
         ("samples", f"{facts['num_samples']:,}"),
         ("tokens", f"{facts['num_tokens']:,}"),
@@ -59,13 +53,39 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("steps", f"{facts['steps']:,}"),
         (
             "held-out loss",
-            f"{number(first, 4)} -> {number(last, 4)} ({facts['heldout_samples']} samples)",
+            f"{_number(first, 4)} -> {_number(last, 4)} ({facts['heldout_samples']} samples)",
         ),
-        (
-            "acceptance length",
-            f"chain {number(facts['tau_chain'])}, walk {number(facts['tau_walk'])}",
-        ),
-        ("  of trees", trees),
+        *_acceptance_rows(facts),
         ("checkpoint", facts["checkpoint"]),
         ("export", facts["export"] or "none yet"),
     ]
+
+
+def evaluation_rows(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """What `evaluate` measured as a table of names and values; `--json` has the rest."""
+    slots = ", ".join(_number(value) for value in result["accuracy_per_slot"])
+    reached = ", ".join(_number(value) for value in result["conditional_accuracy_per_slot"])
+    return [
+        ("step", f"{result['step']:,}"),
+        ("held-out samples", f"{result['num_samples']:,}, {result['num_anchors']:,} anchors"),
+        ("loss", _number(result["loss"], 4)),
+        *_acceptance_rows(result),
+        ("accuracy by slot", slots),
+        ("  of those reached", reached),
+    ]
+
+
+def _acceptance_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    by_size = sorted(facts["tau_tree"].items(), key=lambda item: int(item[0]))
+    trees = ", ".join(f"{_number(tau)} (B={size})" for size, tau in by_size)
+    return [
+        (
+            "acceptance length",
+            f"chain {_number(facts['tau_chain'])}, walk {_number(facts['tau_walk'])}",
+        ),
+        ("  of trees", trees),
+    ]
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return "none" if value is None else f"{value:.{digits}f}"
