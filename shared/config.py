@@ -87,12 +87,16 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Lines `key: X here, Y there` of every leaf that differs."""
+def differences(
+    ours: Mapping[str, Any],
+    theirs: Mapping[str, Any],
+    names: tuple[str, str] = ("asked for", "in the cache"),
+) -> list[str]:
+    """Lines `key: X asked for, Y in the cache` of every leaf that differs."""
     left, right = flatten(ours), flatten(theirs)
     absent = "(absent)"
     return [
-        f"{key}: {left.get(key, absent)!r} asked for, {right.get(key, absent)!r} in the cache"
+        f"{key}: {left.get(key, absent)!r} {names[0]}, {right.get(key, absent)!r} {names[1]}"
         for key in sorted(left.keys() | right.keys())
         if left.get(key, absent) != right.get(key, absent)
     ]
@@ -168,7 +172,9 @@ def _convert_tuple(arguments: tuple[Any, ...], value: Any, where: str) -> tuple[
 
 def _convert_scalar(kind: Any, value: Any, where: str) -> Any:
     if kind is Path and isinstance(value, str):
-        return Path(value)
+        if not value.strip():
+            raise ConfigError(f"{where}: expected a path, got an empty text")
+        return Path(value).expanduser()
     if kind is bool and isinstance(value, bool):
         return value
     if kind is int and isinstance(value, int) and not isinstance(value, bool):

@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Self
 
-from shared.errors import RunError
+from shared.errors import DraftCacheError, RunError
 from shared.files import remove_tree
 from trainer.checkpoint import CHECKPOINTS, save
 from trainer.config import CheckpointConfig
@@ -37,7 +37,7 @@ class CheckpointWriter:
         self._config = config
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._save: Future[None] | None = None
-        self._error: OSError | None = None
+        self._error: Exception | None = None
 
     def submit(self, snapshot: Snapshot) -> None:
         """Save `snapshot` in the background. Waits only while the save before is unfinished.
@@ -99,7 +99,9 @@ class CheckpointWriter:
         started = time.perf_counter()
         try:
             path = save(self._run_dir, snapshot, keep=self._config.keep)
-        except OSError as error:
+        except (OSError, DraftCacheError) as error:
+            if not isinstance(error, OSError) and not isinstance(error.__cause__, OSError):
+                raise  # not the disk's fault: another run's checkpoint, say
             self._error = error
             self.num_failures += 1
             logger.warning(

@@ -36,18 +36,22 @@ def train_command(path: Path, overrides: tuple[str, ...], resume: bool) -> None:
     Stopped at any moment, the same command goes on from the newest checkpoint and reaches the
     same weights.
     """
+    from trainer.session import Session
     from trainer.train import start_afresh, train
 
     settings = config.load(TrainConfig, path, overrides)
     if not resume:
-        start_afresh(settings.run.path)
+        Session.open(settings)  # what cannot start must not cost the run that is there
+        start_afresh(Run(settings.run.path))
     train(settings)
 
 
 @main.command()
 @_run
-@click.option("--cache", type=click.Path(path_type=Path), help="Another cache than the run's.")
-@click.option("--samples", type=int, help="Held-out samples; default as configured.")
+@click.option("--cache", type=click.Path(path_type=Path), help="Another cache of the same settings.")
+@click.option(
+    "--samples", type=click.IntRange(min=1), help="Held-out samples; default as configured."
+)
 @cli.json_option
 def evaluate(run: Path, cache: Path | None, samples: int | None, as_json: bool) -> None:
     """Held-out loss and acceptance length of the newest checkpoint, from a cache."""

@@ -82,8 +82,8 @@ class DrafterConfig:
     block_size: int = 16
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02
-    scaled_start: bool = True
-    """Fit the first weights to the scale of the target's states and LM head. Only the start."""
+    fitted_start: bool = True
+    """Fit the first weights to the target's states and LM head: `trainer.drafter.fit_start_`."""
 
     def __post_init__(self) -> None:
         for name in ("intermediate_size", "num_heads", "num_kv_heads", "head_dim", "num_layers"):
@@ -100,8 +100,9 @@ class DrafterConfig:
             raise ValueError(f"head_dim must be even, got {self.head_dim}")
         if self.mask_token_id < 0:
             raise ValueError(f"mask_token_id must not be negative, got {self.mask_token_id}")
-        if self.rope_theta <= 0:
-            raise ValueError(f"rope_theta must be positive, got {self.rope_theta}")
+        for name in ("rope_theta", "rms_norm_eps", "initializer_range"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,6 +167,8 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         if self.lr <= 0:
             raise ValueError(f"lr must be positive, got {self.lr}")
+        if self.eps <= 0 or self.weight_decay < 0:
+            raise ValueError("eps must be positive and weight_decay must not be negative")
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise ValueError(f"betas must be in [0, 1), got {self.betas}")
         if not 0.0 <= self.warmup_fraction <= 1.0:
@@ -221,6 +224,8 @@ class StepConfig:
     """Steps that `skip` may leave out before the run stops."""
 
     def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**31:
+            raise ValueError(f"seed must be in [0, 2**31), got {self.seed}")
         for name in ("steps", "batches_per_step"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")

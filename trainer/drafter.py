@@ -194,17 +194,22 @@ class Drafter(nn.Module):
 
 
 @torch.no_grad()
-def scale_start_(drafter: Drafter, lm_head_VD: Tensor, channel_rms_F: Tensor) -> None:
-    """Rescale freshly drawn weights to the target's numbers. The function class is untouched.
+def fit_start_(drafter: Drafter, lm_head_VD: Tensor, channel_rms_F: Tensor) -> None:
+    """Fit freshly drawn weights to the target. The function class is untouched.
 
-    `norm` starts at the inverse of the LM head's mean row norm: logits then have unit spread and
-    the loss starts near log V. From 1 it starts at 64 on SmolLM2, and as Adam moves a weight by
-    about the learning rate a step, hundreds of steps go into shrinking it. Columns of `fc` start
-    divided by the RMS of the channel they read: a few channels of a target are a hundred times
-    louder than the rest and would be all that `hidden_norm` lets through.
+    `norm` starts at the inverse of the LM head's mean row norm, so that logits start small: Adam
+    moves a weight by about the learning rate a step, and shrinking it from 1 takes hundreds.
+    `fc` starts as the last tapped layer, which is nearest to what the LM head reads, plus half of
+    its random start; every channel is divided by its RMS, since a few are a hundred times louder
+    than the rest and would be all that `hidden_norm` lets through. Measured on SmolLM2 with the
+    demo's settings, accuracy of the first slot after 280 steps: 0.15 scaled alone, 0.20 with the
+    last layer.
     """
     drafter.norm.weight.fill_(float(1.0 / lm_head_VD.float().norm(dim=1).mean()))
-    drafter.fc.weight.div_(channel_rms_F.to(drafter.fc.weight).clamp_min(1e-6))
+    scale_F = 1.0 / channel_rms_F.to(drafter.fc.weight).clamp_min(1e-6)
+    hidden_size = len(drafter.hidden_norm.weight)
+    drafter.fc.weight.mul_(0.5 * scale_F)
+    drafter.fc.weight[:, -hidden_size:] += torch.diag(scale_F[-hidden_size:])
 
 
 def _linear(in_features: int, out_features: int) -> nn.Linear:

@@ -138,7 +138,7 @@ def evaluate_run(run: Run, *, cache: Path | None, max_samples: int | None) -> di
     if max_samples is not None:
         config = replace(config, evaluate=replace(config.evaluate, max_samples=max_samples))
     session = Session.open(config, generation=generation)
-    session.require_same_cache(snapshot.cache, str(run.path))
+    session.require_same_cache(snapshot.cache, str(run.path), same_samples=cache is None)
     restore(snapshot, session.drafter)
     with tqdm(desc="evaluate", unit="sample", leave=False, disable=None) as bar:
         return {"step": snapshot.step, **evaluate(session, lambda done: bar.update(done - bar.n))}

@@ -22,6 +22,7 @@ from trainer.session import Session, read_target_config
 logger = logging.getLogger(__name__)
 
 MODEL = "model.safetensors"
+EXPORTED = frozenset({"config.json", MODEL, "README.md"})
 
 
 def dflash_config(drafter: DrafterConfig, cache: Cache, target: dict[str, Any]) -> dict[str, Any]:
@@ -116,18 +117,36 @@ def export_dflash(run: Run, out: Path) -> Path:
     session.require_same_cache(snapshot.cache, str(run.path))
     tensors = {name: value.to(torch.bfloat16) for name, value in snapshot.drafter.items()}
     config = dflash_config(session.config.drafter, session.cache, read_target_config(session.cache))
-    partial = out.with_name(f"{out.name}.partial")
+    _require_replaceable(out)
+    partial = out.absolute().with_name(f"{out.absolute().name}.partial")
     with writing(out):
         remove_tree(partial)
         partial.mkdir(parents=True)
         save_file(tensors, partial / MODEL, {"format": "pt"})
         write_json(partial / "config.json", config)
-        (partial / "README.md").write_text(_card(session, snapshot.step, run.evaluations()))
+        (partial / "README.md").write_text(
+            _card(session, snapshot.step, run.evaluations(snapshot.step))
+        )
         check_dflash(partial, tensors)
         remove_tree(out)
         commit_directory(partial, out)
     logger.info("exported step %d to %s", snapshot.step, out)
     return out
+
+
+def _require_replaceable(out: Path) -> None:
+    """Refuse to replace anything but an earlier export.
+
+    Raises:
+        RunError: `out` holds something else.
+    """
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise RunError(f"{out}: not a directory. Choose another place for the export.")
+    if out.is_dir() and (foreign := {path.name for path in out.iterdir()} - EXPORTED):
+        raise RunError(
+            f"{out}: holds other files ({', '.join(sorted(foreign)[:8])}). "
+            "Choose an empty or a new directory for the export."
+        )
 
 
 def check_dflash(directory: Path, trained: dict[str, Tensor]) -> None:
@@ -159,7 +178,7 @@ def _card(session: Session, step: int, evaluations: list[dict[str, Any]]) -> str
     if last.get("tau_walk") is not None:
         acceptance = (
             f"chain {last['tau_chain']:.3f}, walk {last['tau_walk']:.3f} "
-            f"({last['num_samples']} held-out samples)"
+            f"({last['num_samples']} held-out samples, step {last['step']})"
         )
     return f"""# DFlash drafter
 

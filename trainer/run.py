@@ -1,6 +1,10 @@
 """A run directory: its configuration, evaluations and checkpoints."""
 
+import fcntl
 import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +14,13 @@ from shared.files import read_json, write_json, writing
 from trainer import checkpoint as checkpoints
 from trainer.config import TrainConfig
 from trainer.snapshot import Snapshot
+from trainer.tracking import finite
 
 logger = logging.getLogger(__name__)
 
 _CONFIG = "config.json"
 _EVALUATIONS = "evaluations"
+_LOCK = "trainer.lock"
 _FREE_SECTIONS = ("run", "loader", "evaluate", "checkpoint", "tracking")
 """Settings that may change when a run is resumed: they do not touch what is learned."""
 
@@ -32,14 +38,15 @@ class Run:
         path = checkpoints.newest_valid(self.path)
         return None if path is None else checkpoints.load(path, verify=False)
 
-    def begin(self, config: TrainConfig, *, resumed: bool) -> None:
+    def begin(self, config: TrainConfig, snapshot: Snapshot | None) -> None:
         """Record the configuration; on a resume, refuse one that would change what is learned.
 
         Raises:
-            RunError: naming the keys that differ.
+            RunError: naming the keys that differ; or the directory holds something else.
         """
-        if resumed and (self.path / _CONFIG).exists():
-            stored = configs.flatten(read_json(self.path / _CONFIG))
+        self.require_own()
+        if snapshot is not None:
+            stored = configs.flatten(snapshot.config)
             asked = configs.flatten(configs.to_dict(config))
             changed = [
                 f"{key}: {stored.get(key)!r} before, {asked.get(key)!r} now"
@@ -55,7 +62,48 @@ class Run:
                 )
         with writing(self.path):
             (self.path / _EVALUATIONS).mkdir(parents=True, exist_ok=True)
+            start = -1 if snapshot is None else snapshot.step
+            for path in (self.path / _EVALUATIONS).glob("step-*.json"):
+                if read_json(path)["step"] > start:  # of steps that are about to be done again
+                    path.unlink()
         write_json(self.path / _CONFIG, configs.to_dict(config))
+
+    def require_own(self) -> None:
+        """Refuse a directory that holds something else than a run.
+
+        Raises:
+            RunError: naming what is there.
+        """
+        if not self.path.is_dir() or not (names := sorted(p.name for p in self.path.iterdir())):
+            return
+        fields = read_json(self.path / _CONFIG) if _CONFIG in names else {}
+        is_own = isinstance(fields, dict) and "drafter" in fields and "run" in fields
+        if not is_own and set(names) - {_LOCK, _EVALUATIONS}:
+            raise RunError(
+                f"{self.path}: not a run and not empty (it has {', '.join(names[:8])}). "
+                "Give the run a directory of its own."
+            )
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the run against a second trainer. The lock goes with the process.
+
+        Raises:
+            RunError: another process trains here.
+        """
+        with writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+        except BlockingIOError:
+            raise RunError(
+                f"{self.path}: another process trains this run. Wait for it, stop it, or give "
+                "this run another path."
+            ) from None
+        finally:
+            os.close(descriptor)
 
     def config(self) -> TrainConfig:
         """The configuration that the run was started with.
@@ -81,8 +129,11 @@ class Run:
         return snapshot
 
     def write_evaluation(self, step: int, heldout: dict[str, Any]) -> None:
-        write_json(self.path / _EVALUATIONS / f"step-{step:08d}.json", {"step": step, **heldout})
+        """Keep one evaluation. What is not finite becomes null."""
+        path = self.path / _EVALUATIONS / f"step-{step:08d}.json"
+        write_json(path, finite({"step": step, **heldout}))
 
-    def evaluations(self) -> list[dict[str, Any]]:
-        """All evaluations, by step."""
-        return [read_json(path) for path in sorted((self.path / _EVALUATIONS).glob("step-*.json"))]
+    def evaluations(self, last_step: int) -> list[dict[str, Any]]:
+        """The evaluations up to `last_step`, by step."""
+        found = [read_json(path) for path in (self.path / _EVALUATIONS).glob("step-*.json")]
+        return sorted((e for e in found if e["step"] <= last_step), key=lambda e: int(e["step"]))

@@ -81,19 +81,26 @@ class Session:
         return {
             "fingerprint": self.cache.manifest.fingerprint,
             "generation": self.cache.manifest.generation,
+            "index_sha256": self.cache.manifest.index.sha256,
             "target_layer_ids": list(self.cache.spec.target_layer_ids),
             "hidden_size": self.cache.spec.target.hidden_size,
         }
 
-    def require_same_cache(self, remembered: dict[str, Any], where: str) -> None:
-        """Refuse a checkpoint that was trained from states of another kind.
+    def require_same_cache(
+        self, remembered: dict[str, Any], where: str, *, same_samples: bool = True
+    ) -> None:
+        """Refuse a checkpoint that was trained from states of another kind, or other samples.
+
+        Args:
+            same_samples: False allows another cache of the same fingerprint.
 
         Raises:
             CacheIncompatibleError: naming what differs.
             RunError: the checkpoint does not say what it was trained from.
         """
         ours = self.describe_cache()
-        for key in ("fingerprint", "target_layer_ids", "hidden_size"):
+        keys = ["fingerprint", "target_layer_ids", "hidden_size"]
+        for key in keys + ["index_sha256"] * same_samples:
             if key not in remembered:
                 raise RunError(f"{where}: {key!r} is missing; it cannot be matched to a cache.")
             if remembered[key] != ours[key]:

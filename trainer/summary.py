@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.cache import Cache
+from shared.errors import RunError
 from trainer.checkpoint import newest_valid
 from trainer.run import Run
 
@@ -19,7 +20,9 @@ def summarize(run: Run, export: Path) -> dict[str, Any]:
     snapshot = run.require_checkpoint()
     cache = Cache(config.cache.path, generation=int(snapshot.cache["generation"]))
     totals, raw = cache.manifest.totals, cache.spec.raw_bytes_per_token
-    evaluations = run.evaluations()
+    evaluations = run.evaluations(snapshot.step)
+    if not evaluations:
+        raise RunError(f"{run.path}: no evaluation up to step {snapshot.step}. Run `make train`.")
     first, last = evaluations[0], evaluations[-1]
     stored = totals.stored_bytes / max(totals.num_tokens, 1)
     return {
@@ -29,6 +32,7 @@ def summarize(run: Run, export: Path) -> dict[str, Any]:
         "raw_bytes_per_token": raw,
         "stored_over_raw": stored / raw,
         "steps": snapshot.step,
+        "evaluated_at": last["step"],
         "heldout_samples": last["num_samples"],
         "heldout_loss": [first["loss"], last["loss"]],
         "tau_chain": last["tau_chain"],
@@ -53,7 +57,8 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("steps", f"{facts['steps']:,}"),
         (
             "held-out loss",
-            f"{_number(first, 4)} -> {_number(last, 4)} ({facts['heldout_samples']} samples)",
+            f"{_number(first, 4)} -> {_number(last, 4)} ({facts['heldout_samples']} samples, "
+            f"step {facts['evaluated_at']:,})",
         ),
         *_acceptance_rows(facts),
         ("checkpoint", facts["checkpoint"]),

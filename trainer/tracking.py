@@ -66,7 +66,7 @@ class Tracker:
         record = {"step": step, **metrics}
         if self._wandb is not None:
             record["tracking/wandb_dropped"] = self._wandb.num_dropped
-        self._unwritten += json.dumps(_finite(record), allow_nan=False).encode() + b"\n"
+        self._unwritten += json.dumps(finite(record), allow_nan=False).encode() + b"\n"
         self._step = step
         self._write()
         if self._wandb is not None:
@@ -240,13 +240,14 @@ class _Wandb:
         return run, identity["row_offset"]
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """`value` with null for every number that is NaN or infinite: JSON has neither."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value
 
 

@@ -4,7 +4,6 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from trainer import checkpoint as checkpoints
 from trainer.batch import Batch
 from trainer.checkpoint_writer import CheckpointWriter
 from trainer.config import TrainConfig
-from trainer.drafter import scale_start_
+from trainer.drafter import fit_start_
 from trainer.evaluate import evaluate
 from trainer.loader import Loader
 from trainer.loss import weighing
@@ -38,6 +37,7 @@ from trainer.tracking import Tracker
 
 logger = logging.getLogger(__name__)
 
+_FEW_HELDOUT = 10
 _SECONDS_PER_LINE = 30.0
 """How often a run without a terminal says where it is."""
 
@@ -49,17 +49,17 @@ class Training:
         self.config = config
         self.run = Run(config.run.path)
         snapshot = self.run.newest_checkpoint()
-        self.run.begin(config, resumed=snapshot is not None)
         generation = int(snapshot.cache["generation"]) if snapshot is not None else None
         self.session = Session.open(config, generation=generation)
+        self.run.begin(config, snapshot)
         self.optimizer = build_optimizer(self.session.drafter.named_parameters(), config.optimizer)
         self.step = 0
         self.state: dict[str, Any] = {"nonfinite_steps": 0}
         if snapshot is not None:
             self._restore(snapshot)
-        elif config.drafter.scaled_start:
+        elif config.drafter.fitted_start:
             head = self.session.head.lm_head_VD
-            scale_start_(self.session.drafter, head, self.session.channel_rms())
+            fit_start_(self.session.drafter, head, self.session.channel_rms())
         self.weigh = weighing(config.loss, config.drafter.block_size, self.session.device)
 
     def train(self) -> None:
@@ -70,6 +70,9 @@ class Training:
             RunError: checkpoints could not be written.
         """
         config = self.config
+        if self.step == config.train.steps:
+            logger.info("all %d steps are done; nothing to train", self.step)
+            return
         self._log_start()
         if self.step == 0:
             self._evaluate()
@@ -172,7 +175,7 @@ class Training:
             self._refuse_step(loss_sum, grad_norm, sample_ids)
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        accuracy = (correct / counted.clamp_min(1)).tolist()
+        accuracy = (correct / counted).tolist()  # NaN, and so null, for a slot not counted
         return {
             "train/loss": loss_sum / weight_sum,
             "train/accuracy": float(correct.sum() / counted.sum().clamp_min(1)),
@@ -264,6 +267,12 @@ class Training:
             split.num_other_sources,
             split.num_without_anchor,
         )
+        if len(split.heldout) < _FEW_HELDOUT:
+            logger.warning(
+                "only %d held-out samples: acceptance will mean little. Raise "
+                "cache.heldout_fraction.",
+                len(split.heldout),
+            )
         lengths = session.cache.index.num_tokens[split.train].astype("int64")
         try:
             plan = epoch_batches(lengths, config.sampler, seed=config.train.seed, epoch=0)
@@ -296,7 +305,8 @@ class Training:
 
 def train(config: TrainConfig) -> None:
     """Train, or go on training, the run that `config` describes: see `Training.train`."""
-    Training(config).train()
+    with Run(config.run.path).locked():
+        Training(config).train()
 
 
 def _scalars(heldout: dict[str, Any]) -> Iterator[tuple[str, float]]:
@@ -309,10 +319,16 @@ def _scalars(heldout: dict[str, Any]) -> Iterator[tuple[str, float]]:
             yield name, value
 
 
-def start_afresh(run: Path) -> None:
-    """Forget what an earlier run left in `run`: checkpoints, metrics, evaluations, export."""
-    for name in (checkpoints.CHECKPOINTS, "evaluations", "export", "wandb"):
-        remove_tree(run / name)
-    for pattern in ("metrics.jsonl", "config.json", "wandb.json", "nonfinite-*.json"):
-        for path in run.glob(pattern):
-            path.unlink()
+def start_afresh(run: Run) -> None:
+    """Forget what an earlier run left: checkpoints, metrics, evaluations, export.
+
+    Raises:
+        RunError: the directory is not one of a run, or another process trains there.
+    """
+    run.require_own()
+    with run.locked():
+        for name in (checkpoints.CHECKPOINTS, "evaluations", "export", "wandb"):
+            remove_tree(run.path / name)
+        for pattern in ("metrics.jsonl", "config.json", "wandb.json", "nonfinite-*.json"):
+            for path in run.path.glob(pattern):
+                path.unlink()

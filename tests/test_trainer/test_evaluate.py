@@ -42,11 +42,11 @@ def test_evaluation_is_the_same_every_time(trained: Path) -> None:
     first = evaluate_run(Run(trained), cache=None, max_samples=None)
     second = evaluate_run(Run(trained), cache=None, max_samples=None)
     assert first == second
-    assert first == {"step": 150, **Run(trained).evaluations()[-1]}
+    assert first == {"step": 150, **Run(trained).evaluations(150)[-1]}
 
 
 def test_training_raised_the_acceptance_length(trained: Path) -> None:
-    before, after = Run(trained).evaluations()
+    before, after = Run(trained).evaluations(150)
     assert after["loss"] < before["loss"]
     assert after["tau_walk"] > before["tau_walk"] + 0.2
     assert after["tau_tree"]["8"] >= after["tau_tree"]["4"] >= 1.0

@@ -130,3 +130,14 @@ def test_the_table_of_shapes_is_that_of_a_published_drafter() -> None:
 def test_a_run_without_a_checkpoint_cannot_be_exported(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="no checkpoint yet"):
         export_dflash(Run(tmp_path), tmp_path / "out")
+
+
+def test_an_export_replaces_nothing_but_an_export(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="holds other files"):
+        export_dflash(run, run.path)
+    assert run.newest_checkpoint() is not None
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(RunError, match=r"thesis\.tex"):
+        export_dflash(run, tmp_path)
+    out = export_dflash(run, tmp_path / "out")
+    assert export_dflash(run, out) == out

@@ -17,6 +17,7 @@ from shared.errors import ConfigError, NonFiniteError, RunError
 from trainer import config as training
 from trainer.checkpoint import load, newest_valid
 from trainer.config import TrainConfig
+from trainer.run import Run
 from trainer.train import Training, start_afresh, train
 
 MakeTrain = Callable[..., TrainConfig]
@@ -232,7 +233,7 @@ def test_resuming_with_another_recipe_is_refused_naming_the_key(
         train(changed)
     # What does not touch learning may change.
     train(replace(config, loader=training.LoaderConfig(num_threads=1)))
-    start_afresh(tmp_path)
+    start_afresh(Run(tmp_path))
     train(changed)
     assert len(metrics(tmp_path)) == 2
 
@@ -283,3 +284,66 @@ def test_a_run_stays_with_the_generation_it_started_from(
     build(tiny_build(cache, data=[tiny_data, more]))
     train(tiny_train(resumed, cache, steps=8))
     assert learned(resumed) == learned(straight)
+
+
+def test_another_cache_of_the_same_kind_is_not_resumed_from(
+    tiny_train: MakeTrain, tiny_build: Callable[..., Any], tiny_cache: Path, tmp_path: Path
+) -> None:
+    """Same target and settings, other samples: the fingerprint alone would let it in."""
+    from cache_builder.build import build
+    from shared.errors import CacheIncompatibleError
+    from tests.conftest import conversations, write_jsonl
+
+    other = tmp_path / "other"
+    build(tiny_build(other, data=[write_jsonl(tmp_path / "o.jsonl", conversations(range(60, 90)))]))
+    train(tiny_train(tmp_path / "run", tiny_cache, steps=2))
+    config = tiny_train(tmp_path / "run", other, steps=2)
+    with pytest.raises(CacheIncompatibleError, match="index_sha256"):
+        train(config)
+
+
+def test_a_foreign_directory_is_not_taken_for_a_run(
+    tiny_train: MakeTrain, tiny_cache: Path, tiny_target: Path, tmp_path: Path
+) -> None:
+    import shutil
+
+    target = tmp_path / "target"
+    shutil.copytree(tiny_target, target)
+    before = (target / "config.json").read_bytes()
+    for attempt in (
+        lambda: train(tiny_train(target, tiny_cache)),
+        lambda: start_afresh(Run(target)),
+    ):
+        with pytest.raises(RunError, match="not a run and not empty"):
+            attempt()
+    assert (target / "config.json").read_bytes() == before
+
+
+def test_a_second_trainer_on_a_run_is_refused(
+    tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path
+) -> None:
+    with Run(tmp_path).locked(), pytest.raises(RunError, match="another process"):
+        train(tiny_train(tmp_path, tiny_cache, steps=1))
+    train(tiny_train(tmp_path, tiny_cache, steps=1))
+
+
+def test_evaluations_of_an_abandoned_start_are_forgotten(
+    tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path
+) -> None:
+    """A run stopped before its first checkpoint leaves no figure for the next recipe's card."""
+    config = tiny_train(tmp_path, tiny_cache, steps=2)
+    Run(tmp_path).begin(config, None)
+    Run(tmp_path).write_evaluation(9, {"loss": float("nan"), "tau_walk": 99.0})
+    assert Run(tmp_path).evaluations(9)[0]["loss"] is None
+    train(config)
+    assert [e["step"] for e in Run(tmp_path).evaluations(100)] == [0, 2]
+
+
+def test_a_resume_is_checked_against_the_checkpoint_not_the_file(
+    tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path
+) -> None:
+    config = tiny_train(tmp_path, tiny_cache, steps=2)
+    train(config)
+    (tmp_path / "config.json").write_text(json.dumps({"run": {}, "drafter": {}}))
+    with pytest.raises(RunError, match=r"train\.seed"):
+        train(replace(config, train=replace(config.train, seed=7)))
