@@ -37,7 +37,7 @@ overrides = $(foreach pair,$(SET),--set '$(pair)')
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help install cache train test check format
+.PHONY: help install cache train test check format bench
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -74,9 +74,9 @@ else
 endif
 
 train: $(VENV)/installed | $(CACHE)/manifest.json ## Train, evaluate and export a drafter; build the cache if there is none
-	$(BIN)/python -m trainer train --config $(TRAIN_CONFIG) --set 'cache.path=$(CACHE)' --set 'run.path=$(RUN)' $(overrides)
-	$(BIN)/python -m trainer export $(RUN)
-	@$(BIN)/python -m trainer summary $(RUN)
+	$(BIN)/python -m trainer train --config $(TRAIN_CONFIG) --set 'cache.path=$(CACHE)' --set 'run.path=$(RUN)' $(overrides) $(if $(FRESH),--fresh)
+	$(BIN)/python -m trainer export '$(RUN)'
+	@$(BIN)/python -m trainer summary '$(RUN)'
 
 check: $(VENV)/installed-dev ## Formatting, lint, types, import boundaries
 	$(BIN)/ruff format --check .
@@ -86,6 +86,9 @@ check: $(VENV)/installed-dev ## Formatting, lint, types, import boundaries
 
 test: check $(DEMO) ## Pass the tests (and `make check`)
 	$(BIN)/python -m pytest
+
+bench: $(VENV)/installed-dev $(DEMO) ## Measure codecs and read speed on real states
+	$(BIN)/python -m tests.bench
 
 format: $(VENV)/installed-dev ## Rewrite the sources in the project's format
 	$(BIN)/ruff format .

@@ -18,6 +18,7 @@ from cache_builder.lock import builder_lock
 from cache_builder.plan import Plan, find_plans
 from cache_builder.planning import find_or_make_plan
 from cache_builder.pool import Events, Outcome, run_inline, run_processes
+from cache_builder.retirement import recorded_shards, retired_shards
 from cache_builder.space import require_fit
 from cache_builder.target import describe_target, load_config, resolve_target
 from cache_builder.template import ChatTemplate
@@ -40,7 +41,7 @@ from shared.cache import (
     record_key,
 )
 from shared.codec import PRESETS, check_chunk_bytes
-from shared.errors import CacheError, CaptureError, DataError
+from shared.errors import CacheError, CacheNotFoundError, CaptureError, DataError
 from shared.files import (
     sync_directory,
     sync_file,
@@ -96,6 +97,7 @@ def build(config: BuildConfig) -> BuildReport:
         path.mkdir(parents=True, exist_ok=True)
     with builder_lock(path):
         prepared = _open_or_create(path, spec)
+        _require_records(path)
         plan = find_or_make_plan(config, spec, template)
         leftovers = discard_uncommitted(path)
         if leftovers:
@@ -131,20 +133,27 @@ def repair(config: BuildConfig) -> list[str]:
     target_path = resolve_target(config.target)
     spec = describe_capture(config, target_path, load_template(target_path, config.data))
     path = config.cache.path
-    manifest = read_manifest(LocalStorage(path))
+    read_manifest(LocalStorage(path))
     with builder_lock(path):
         prepared = _open_or_create(path, spec)
         problems = verify_cache(path, deep=True)
         if lost := [problem for problem in problems if problem.shard is None]:
             raise CacheError(f"{lost[0].message} No shard can replace it: build the cache anew.")
-        damaged = sorted({str(problem.shard) for problem in problems})
+        # What is on its way out needs no repair: it goes with the publication below.
+        damaged = sorted({str(problem.shard) for problem in problems} - retired_shards(path))
+        plans = [Plan(directory) for directory in find_plans(path / PLANS)]
+        known = {shard_id for plan in plans for shard_id in plan.shard_ids}
+        if lost_ids := sorted(set(damaged) - known):  # nothing is deleted that cannot come back
+            raise CacheError(
+                f"{path}: shards {', '.join(lost_ids[:8])} are damaged and no plan on disk has "
+                "them, so they cannot be captured again. Restore the plans, or build anew."
+            )
         for shard_id in damaged:
             (path / record_key(shard_id)).unlink(missing_ok=True)
         discard_uncommitted(path)
-        for directory in find_plans(path / PLANS):
-            plan = Plan(directory)
+        for plan in plans:
             done = committed_shards(path)
-            todo = [i for i in plan.shard_ids if i in manifest.records and i not in done]
+            todo = [i for i in plan.shard_ids if i in damaged and i not in done]
             if todo:
                 _capture(config, _job(config, plan, spec, target_path), plan, todo, prepared)
         publish(path, spec)
@@ -188,6 +197,23 @@ def _open_or_create(path: Path, spec: CaptureSpec) -> Prepared | None:
         )
     create_directories(path)
     return None
+
+
+def _require_records(path: Path) -> None:
+    """Refuse to build on while a published shard has no record: it would be lost without a word.
+
+    Raises:
+        CacheError: naming the shards.
+    """
+    try:
+        published = set(read_manifest(LocalStorage(path)).records)
+    except CacheNotFoundError:
+        return
+    if missing := sorted(published - recorded_shards(path)):
+        raise CacheError(
+            f"{path}: the records of {len(missing)} published shards are missing "
+            f"({', '.join(missing[:8])}). Run `cache-builder repair` with this configuration."
+        )
 
 
 def create_directories(path: Path) -> None:

@@ -80,22 +80,57 @@ def inspect(cache: Path, as_json: bool) -> None:
 @main.command()
 @click.argument("cache", type=click.Path(path_type=Path))
 @click.option("--deep", is_flag=True, help="Read every byte and check that states are finite.")
+@click.option(
+    "--recapture",
+    "num_samples",
+    type=click.IntRange(min=1),
+    metavar="K",
+    help="Run K random samples through the target again and compare. Needs --target.",
+)
+@click.option(
+    "--target", type=click.Path(path_type=Path), help="Directory of the target, for --recapture."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Chooses the K samples.")
 @cli.json_option
-def verify(cache: Path, deep: bool, as_json: bool) -> None:
+def verify(
+    cache: Path,
+    deep: bool,
+    num_samples: int | None,
+    target: Path | None,
+    seed: int,
+    as_json: bool,
+) -> None:
     """Check a cache; exit code 1 if anything is wrong.
 
-    Without --deep: metadata, small files, and the presence and size of the large ones.
+    Without --deep: metadata, small files, and the presence and size of the large ones. With
+    --recapture K: what is stored of K samples is also what the target gives for them.
     """
     from tqdm import tqdm
 
+    from cache_builder.recapture import recapture, rows
     from cache_builder.verify import verify_cache
 
+    if (num_samples is None) != (target is None):
+        raise click.UsageError("--recapture K and --target DIR go together")
     with tqdm(desc="verify", unit="shard", disable=None) as bar:
         problems = verify_cache(cache, deep=deep, progress=lambda done: bar.update(done - bar.n))
+    report = None
+    if num_samples is not None and target is not None:
+        report = recapture(cache, target, num_samples, seed=seed)
+        problems += report.problems
     if as_json:
-        cli.print_json({"ok": not problems, "problems": [p.to_dict() for p in problems]})
+        facts = {"ok": not problems, "problems": [p.to_dict() for p in problems]}
+        cli.print_json(facts | ({"recapture": report.to_dict()} if report else {}))
+    elif report:
+        cli.print_table(rows(report))
     for problem in problems[:8]:
         click.echo(problem.message, err=True)
+    if problems and all(problem.kind == "differs" for problem in problems):
+        raise CacheError(
+            f"{cache}: {len(problems)} problems: what is stored is whole, but the target gives "
+            "other states here. Compare devices and versions of torch and transformers with those "
+            "of the build; if they are the same, build the cache anew."
+        )
     if problems:
         raise CacheError(
             f"{cache}: {len(problems)} problems. Run `cache-builder repair` with its configuration."
@@ -112,6 +147,44 @@ def repair(path: Path, overrides: tuple[str, ...]) -> None:
 
     repaired = repair_cache(config.load(BuildConfig, path, overrides))
     click.echo(f"{len(repaired)} shards captured anew" + "".join(f"\n  {i}" for i in repaired))
+
+
+@main.command()
+@cli.config_options
+@click.option("--dry-run", is_flag=True, help="Say what would go, and change nothing.")
+@click.option(
+    "--ignore-bad-rows",
+    is_flag=True,
+    help="Go on where rows of the data cannot be used; by default nothing is removed then.",
+)
+def prune(path: Path, overrides: tuple[str, ...], dry_run: bool, ignore_bad_rows: bool) -> None:
+    """Remove the samples that are no longer in the data.
+
+    Nothing is captured anew. Runs that started from an earlier generation cannot go on if a shard
+    that it has went.
+    """
+    from cache_builder.prune import prune as prune_cache
+    from cache_builder.prune import rows
+
+    settings = config.load(BuildConfig, path, overrides)
+    report = prune_cache(settings, dry_run=dry_run, ignore_bad_rows=ignore_bad_rows)
+    cli.print_table(rows(report, dry_run=dry_run))
+
+
+@main.command()
+@click.argument("into", type=click.Path(path_type=Path))
+@click.argument(
+    "sources", type=click.Path(path_type=Path), nargs=-1, required=True, metavar="FROM..."
+)
+def merge(into: Path, sources: tuple[Path, ...]) -> None:
+    """Add to the cache INTO the samples of the caches FROM that it does not have.
+
+    All must be of one fingerprint: the same target, taps, codec and tokens.
+    """
+    from cache_builder.merge import merge as merge_caches
+    from cache_builder.merge import rows
+
+    cli.print_table(rows(merge_caches(into, sources)))
 
 
 @main.command("convert-gguf")

@@ -3,10 +3,12 @@
 import logging
 from pathlib import Path
 
+from cache_builder.retirement import recorded_shards, remove_retired, retired_shards
 from shared.cache import (
     CALIBRATIONS,
     GENERATIONS,
     MANIFEST,
+    PLANS,
     RECORDS,
     WIP,
     generation_key,
@@ -45,20 +47,20 @@ def commit_shard(cache: Path, record: ShardRecord) -> None:
 
 
 def committed_shards(cache: Path) -> set[str]:
-    """Ids of the shards that have a record."""
-    return {path.stem for path in (cache / RECORDS).glob("*.json")}
+    """Ids of the shards that have a record and are not retired."""
+    return recorded_shards(cache) - retired_shards(cache)
 
 
 def discard_uncommitted(cache: Path) -> int:
     """Remove what builders that died left behind; returns how many shards that were."""
     leftovers = list((cache / WIP).iterdir())
-    committed = committed_shards(cache)
+    recorded = recorded_shards(cache)
     leftovers += [
         group
         for group in (cache / GROUP).iterdir()
-        if group.is_dir() and group.name not in committed
+        if group.is_dir() and group.name not in recorded
     ]
-    for leftover in leftovers:
+    for leftover in (*leftovers, *(cache / PLANS).glob("*.wip")):
         remove_tree(leftover)
     for directory in (cache, *(cache / name for name in (RECORDS, GENERATIONS, CALIBRATIONS))):
         remove_partials(directory)
@@ -75,7 +77,10 @@ def read_record(cache: Path, shard_id: str) -> tuple[ShardRecord, str]:
 
 
 def publish(cache: Path, spec: CaptureSpec) -> Manifest:
-    """Publish every committed shard as a new generation, or return the one that already does."""
+    """Publish every committed shard as a new generation, or return the one that already does.
+
+    Retired shards are not in it; they and the generations that name one are deleted afterwards.
+    """
     storage = LocalStorage(cache)
     records, digests = {}, {}
     for shard_id in sorted(committed_shards(cache)):
@@ -91,6 +96,7 @@ def publish(cache: Path, spec: CaptureSpec) -> Manifest:
     except CacheNotFoundError:
         previous = None
     if previous is not None and previous.records == digests:
+        remove_retired(cache, previous)
         return previous
     sources = list(previous.sources) if previous is not None else []
     for record in records.values():
@@ -119,4 +125,5 @@ def publish(cache: Path, spec: CaptureSpec) -> Manifest:
     write_bytes(cache / generation_key(generation, "index.safetensors"), data)
     write_json(cache / generation_key(generation, "json"), manifest.to_dict())
     write_json(cache / MANIFEST, manifest.to_dict())
+    remove_retired(cache, manifest)
     return manifest

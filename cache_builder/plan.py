@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from cache_builder.corpus import TokenizedSample
+from shared.cache import RECORDS
 from shared.errors import CacheError
 from shared.files import commit_directory, read_json, remove_tree, sha256_file, write_json, writing
 from shared.shard import SAMPLE_ID_BYTES
@@ -271,9 +272,13 @@ def find_plans(plans: Path) -> list[Path]:
     """Directories of the committed plans, oldest first."""
     if not plans.is_dir():
         return []
-    return sorted(path for path in plans.iterdir() if path.name.isdigit())
+    return sorted(
+        (path for path in plans.iterdir() if path.name.isdigit()), key=lambda path: int(path.name)
+    )
 
 
 def next_plan_id(plans: Path) -> str:
-    existing = find_plans(plans)
-    return f"{int(existing[-1].name) + 1 if existing else 1:04d}"
+    """A number above that of every plan and of every committed shard: no id is used twice."""
+    used = [path.name for path in find_plans(plans)]
+    used += [path.name.partition("-")[0] for path in (plans.parent / RECORDS).glob("*.json")]
+    return f"{max(map(int, used), default=0) + 1:04d}"

@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from cache_builder.commit import committed_shards, read_record
 from cache_builder.config import BuildConfig
-from cache_builder.corpus import read_corpus
+from cache_builder.corpus import CorpusReader, read_corpus
 from cache_builder.plan import Plan, PlanWriter, find_plans, next_plan_id
 from cache_builder.report import UNKNOWN_MODEL, CorpusReport
 from cache_builder.sources import find_files
@@ -64,16 +64,7 @@ def make_plan(
     known: set[bytes],
 ) -> Plan:
     """Tokenize the data and write a plan of the samples that are not in `known`."""
-    corpus = read_corpus(
-        config.data.tagged_sources,
-        template,
-        vocab_size=spec.target.vocab_size,
-        max_length=config.data.max_length,
-        truncation=config.data.truncation,
-        cut_off_answers=config.data.cut_off_answers,
-        on_bad_row=config.data.on_bad_row,
-        supervise_text=config.data.supervise_text,
-    )
+    corpus = open_corpus(config, spec, template)
     writer = PlanWriter(plans, next_plan_id(plans))
     try:
         num_known = 0
@@ -91,6 +82,20 @@ def make_plan(
         )
     finally:
         writer.discard()
+
+
+def open_corpus(config: BuildConfig, spec: CaptureSpec, template: ChatTemplate) -> CorpusReader:
+    """The samples that `config` asks for, tokenized one by one while they are read."""
+    return read_corpus(
+        config.data.tagged_sources,
+        template,
+        vocab_size=spec.target.vocab_size,
+        max_length=config.data.max_length,
+        truncation=config.data.truncation,
+        cut_off_answers=config.data.cut_off_answers,
+        on_bad_row=config.data.on_bad_row,
+        supervise_text=config.data.supervise_text,
+    )
 
 
 def committed_samples(path: Path) -> set[bytes]:
@@ -116,7 +121,7 @@ def _log_corpus(report: CorpusReport, template: ChatTemplate) -> None:
         if writer == UNKNOWN_MODEL:
             logger.warning(
                 "%d of %d samples do not say which model wrote their answers. A drafter learns "
-                "from the target's own answers best.",
+                "from the target's own answers best. Name it in the rows' `generated_by`.",
                 count,
                 report.num_kept,
             )

@@ -22,7 +22,7 @@ class Problem:
     """The shard that must be captured anew; None for a piece of the whole cache."""
 
     kind: str
-    """`missing`, `damaged` or `not_finite`."""
+    """`missing`, `damaged` or `not_finite`; `differs` if the target gives other states."""
 
     message: str
 
@@ -59,6 +59,10 @@ def _verify_shard(cache: Cache, shard_id: str, *, deep: bool) -> list[Problem]:
     except CacheError as error:
         kind = "missing" if "missing" in str(error) else "damaged"
         return [Problem(shard_id, kind, str(error))]
+    try:
+        cache.calibration(record.calibration)
+    except CacheError as error:
+        return [Problem(None, "damaged", str(error))]
     problems = _verify_files(cache, record, deep=deep)
     if problems:
         return problems

@@ -3,6 +3,8 @@
 import json
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from shared.codec import Calibration
-from shared.errors import CacheError, CacheIncompatibleError, CacheNotFoundError
+from shared.errors import (
+    CacheError,
+    CacheIncompatibleError,
+    CacheNotFoundError,
+    ShardCorruptError,
+)
 from shared.files import canonical_json, sha256_bytes
 from shared.head import Head
 from shared.index import SampleIndex
@@ -38,6 +45,10 @@ def generation_key(generation: int, suffix: str) -> str:
 
 def record_key(shard_id: str) -> str:
     return f"{RECORDS}/{shard_id}.json"
+
+
+def calibration_key(name: str) -> str:
+    return f"{CALIBRATIONS}/{name}.safetensors"
 
 
 def calibration_to_bytes(calibration: Calibration) -> bytes:
@@ -90,12 +101,17 @@ class Cache:
         return record
 
     def shard(self, shard_id: str) -> ShardReader:
-        """A reader of one shard; the ones used last stay open."""
+        """A reader of one shard; the ones used last stay open.
+
+        Raises:
+            ShardCorruptError: it is damaged, or was removed by a later generation.
+        """
         with self._lock:
             if shard_id in self._readers:
                 self._readers.move_to_end(shard_id)
                 return self._readers[shard_id]
-        reader = ShardReader(self.storage, self.record(shard_id), self.spec)
+        with self._explaining(shard_id):
+            reader = ShardReader(self.storage, self.record(shard_id), self.spec)
         with self._lock:
             self._readers[shard_id] = reader
             while len(self._readers) > self._open_shards:
@@ -106,11 +122,14 @@ class Cache:
         """The sample at `position` of the index, checked against the index.
 
         Raises:
-            ShardCorruptError: stored bytes are not what was written.
+            ShardCorruptError: stored bytes are not what was written, or a later generation
+                removed them.
             CacheError: the index points to another sample.
         """
         shard_id = self.shard_ids[int(self.index.shard[position])]
-        sample = self.shard(shard_id).read(int(self.index.row[position]))
+        reader = self.shard(shard_id)
+        with self._explaining(shard_id):
+            sample = reader.read(int(self.index.row[position]))
         if sample.sample_id != self.index.sample_id(position):
             raise CacheError(
                 f"{self.path}: the index expects sample {self.index.sample_id(position)} in shard "
@@ -139,6 +158,24 @@ class Cache:
         _require_digest(data, str(self.description["head_sha256"]), f"{self.path}/{HEAD}")
         return Head.from_bytes(data, self.spec, f"{self.path}/{HEAD}")
 
+    @contextmanager
+    def _explaining(self, shard_id: str) -> Iterator[None]:
+        """Say so where a shard cannot be read because the newest generation is without it."""
+        try:
+            yield
+        except ShardCorruptError as error:
+            try:
+                newest = read_manifest(self.storage)
+            except CacheError:
+                raise error from None
+            if shard_id in newest.records:
+                raise
+            raise ShardCorruptError(
+                f"{self.path}: shard {shard_id} of generation {self.manifest.generation} was "
+                f"removed by `cache-builder prune`, which published generation "
+                f"{newest.generation}. Begin anew from that one (a run: --fresh)."
+            ) from error
+
     def _read_index(self) -> SampleIndex:
         key = generation_key(self.manifest.generation, "index.safetensors")
         data = self.storage.read(key)
@@ -162,7 +199,7 @@ def read_calibration(
     """
     if name is None:
         return None
-    key = f"{CALIBRATIONS}/{name}.safetensors"
+    key = calibration_key(name)
     data = storage.read(key)
     _require_digest(data, name, f"{storage}/{key}")
     try:
@@ -215,10 +252,17 @@ def read_manifest(storage: LocalStorage, generation: int | None = None) -> Manif
     """The newest manifest, or that of `generation`.
 
     Raises:
-        CacheNotFoundError: nothing is published, or not that generation.
+        CacheNotFoundError: nothing is published, or not that generation, or not any more.
     """
     key = MANIFEST if generation is None else generation_key(generation, "json")
     if not storage.exists(key):
+        if generation is not None and 0 < generation < (
+            newest := read_manifest(storage).generation
+        ):
+            raise CacheNotFoundError(
+                f"{storage}: generation {generation} is gone: `cache-builder prune` removed shards "
+                f"of it. The newest is {newest}: begin anew from that one (a run: --fresh)."
+            )
         raise CacheNotFoundError(
             f"{storage}: {key} is missing: "
             + ("nothing is published yet. " if generation is None else "no such generation. ")

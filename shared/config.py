@@ -174,7 +174,8 @@ def _convert_scalar(kind: Any, value: Any, where: str) -> Any:
     if kind is Path and isinstance(value, str):
         if not value.strip():
             raise ConfigError(f"{where}: expected a path, got an empty text")
-        return Path(value).expanduser()
+        is_home = value == "~" or value.startswith("~/")
+        return Path(value).expanduser() if is_home else Path(value)
     if kind is bool and isinstance(value, bool):
         return value
     if kind is int and isinstance(value, int) and not isinstance(value, bool):

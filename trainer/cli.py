@@ -48,7 +48,9 @@ def train_command(path: Path, overrides: tuple[str, ...], resume: bool) -> None:
 
 @main.command()
 @_run
-@click.option("--cache", type=click.Path(path_type=Path), help="Another cache of the same settings.")
+@click.option(
+    "--cache", type=click.Path(path_type=Path), help="Another cache of the same settings."
+)
 @click.option(
     "--samples", type=click.IntRange(min=1), help="Held-out samples; default as configured."
 )

@@ -125,3 +125,25 @@ def test_calibration_samples_spread_over_the_lengths(tmp_path: Path) -> None:
     assert 300 < sum(chosen) < 800
     assert max(chosen) == 100
     assert min(chosen) == 1
+
+
+def test_the_number_of_a_plan_or_shard_is_never_used_again(tmp_path: Path) -> None:
+    plans = tmp_path / "plans"
+    write_plan(plans, [5])
+    (tmp_path / "records").mkdir()
+    (tmp_path / "records" / "0007-00003.json").write_text("{}")
+    assert next_plan_id(plans) == "0008"
+    for name in ("9999", "10000"):
+        (plans / name).mkdir()
+    assert next_plan_id(plans) == "10001"
+    assert [path.name for path in find_plans(plans)] == ["0001", "9999", "10000"]
+
+
+def test_shards_can_be_given_instead_of_cut(tmp_path: Path) -> None:
+    writer = PlanWriter(tmp_path, "0001")
+    for sample in samples([9, 5, 7, 3]):
+        writer.add(sample)
+    plan = writer.commit(key="k", report={}, shard_sizes=[2, 1, 1])
+    assert [plan.shard_positions(i).tolist() for i in plan.shard_ids] == [[0, 1], [2], [3]]
+    empty = PlanWriter(tmp_path, "0002").commit(key="k", report={}, shard_sizes=[])
+    assert (len(empty), empty.shard_ids, empty.num_tokens) == (0, [], 0)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cache_builder.build import repair
+from cache_builder.build import build, repair
 from cache_builder.config import BuildConfig
 from cache_builder.verify import verify_cache
 from shared.cache import HEAD, MANIFEST, Cache, record_key
@@ -78,6 +78,20 @@ def test_two_swapped_shards_are_both_found(copy: Path) -> None:
 
 def test_a_healthy_cache_has_nothing_to_repair(copy: Path, tiny_build: MakeBuild) -> None:
     assert repair(tiny_build(copy)) == []
+
+
+def test_a_damaged_shard_without_a_plan_is_named_and_built_again(
+    copy: Path, tiny_build: MakeBuild
+) -> None:
+    victim = Cache(copy).shard_ids[1]
+    shutil.rmtree(copy / "plans")
+    flip(copy / GROUP / victim / STATES_OBJECT, 100)
+    with pytest.raises(CacheError, match=rf"{victim}.*no plan.*cache-builder build"):
+        repair(tiny_build(copy))
+    (copy / "plans").mkdir()
+    build(tiny_build(copy))
+    assert len(Cache(copy).index) == 48
+    assert verify_cache(copy, deep=True) == []
 
 
 def test_a_damaged_head_is_found_and_cannot_be_repaired(copy: Path, tiny_build: MakeBuild) -> None:

@@ -266,7 +266,9 @@ inners = st.builds(
 outers = st.builds(
     Outer,
     sampler=inners,
-    path=st.text(min_size=1).map(Path),
+    path=st.text(min_size=1)
+    .filter(lambda text: text.strip() and not text.startswith("~"))
+    .map(Path),
     is_on=st.booleans(),
     name=st.text(),
     limit=st.none() | st.integers(),
@@ -316,3 +318,14 @@ def test_differences_name_every_leaf_that_differs() -> None:
         "target.only_ours: 1 asked for, '(absent)' in the cache",
     ]
     assert differences(ours, ours) == []
+
+
+def test_a_path_may_start_at_home_but_not_be_empty(tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Place:
+        path: Path
+
+    assert build(Place, {"path": "~/cache"}).path == Path.home() / "cache"
+    assert build(Place, {"path": "~name"}).path == Path("~name")
+    with pytest.raises(ConfigError, match="empty text"):
+        build(Place, {"path": " "})

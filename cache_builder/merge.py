@@ -1,0 +1,157 @@
+"""Adding the shards of other caches of the same fingerprint."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from cache_builder.commit import discard_uncommitted, publish
+from cache_builder.lock import builder_lock
+from cache_builder.planning import committed_samples
+from cache_builder.rewrite import write_selection
+from cache_builder.selection import (
+    Selection,
+    plan_selections,
+    require_no_missing_shard,
+    select,
+)
+from cache_builder.space import require_fit
+from shared.cache import Cache, calibration_key
+from shared.config import differences
+from shared.errors import CacheError, CacheIncompatibleError
+from shared.files import sha256_bytes, write_bytes
+from shared.manifest import Manifest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MergeReport:
+    """What one merge added."""
+
+    manifest: Manifest
+    num_samples: int
+    num_tokens: int
+    num_duplicates: int
+    """Samples of the other caches that were there already, or in two of them."""
+
+    num_copied: int
+    """Shards added whole."""
+
+    num_rewritten: int
+    """Shards added without the samples that were there already."""
+
+    stored_bytes: int
+
+
+def merge(into: Path, sources: Sequence[Path]) -> MergeReport:
+    """Add to the cache `into` what the newest generations of `sources` have and it has not.
+
+    Nothing is captured or encoded anew, and `sources` are only read. Every file is compared with
+    its digest before its shard is committed. Killed, the same call goes on.
+
+    Raises:
+        CacheNotFoundError: one of them is not a published cache.
+        CacheIncompatibleError: another fingerprint or head.
+        CacheError: one of them is damaged, or the same as another.
+        CacheLockedError: a builder is at work on `into`.
+        OutOfSpaceError: there is no room for what would be added.
+    """
+    cache = Cache(into)
+    others = [Cache(source) for source in sources]
+    _require_distinct([into, *sources])
+    for other in others:
+        _require_mergeable(cache, other)
+    with builder_lock(into):
+        discard_uncommitted(into)
+        require_no_missing_shard(into)
+        selections, num_duplicates = _select(cache, others)
+        added = _add(cache, selections) if selections else []
+        manifest = publish(into, cache.spec)
+    Cache(into)  # a reader must be able to open what was published
+    return MergeReport(
+        manifest=manifest,
+        num_samples=sum(len(selection.rows) for selection in selections),
+        num_tokens=sum(selection.num_tokens for selection in selections),
+        num_duplicates=num_duplicates,
+        num_copied=sum(selection.is_whole for selection in selections),
+        num_rewritten=sum(not selection.is_whole for selection in selections),
+        stored_bytes=sum(added),
+    )
+
+
+def _require_distinct(paths: Sequence[Path]) -> None:
+    seen: set[Path] = set()
+    for path in paths:
+        if (real := path.resolve()) in seen:
+            raise CacheError(f"{path}: named twice. Name every cache once.")
+        seen.add(real)
+
+
+def _require_mergeable(cache: Cache, other: Cache) -> None:
+    lines = differences(other.spec.to_dict(), cache.spec.to_dict(), names=("there", "here"))
+    if lines:
+        raise CacheIncompatibleError(
+            f"{other.path}: its states are not those of {cache.path} ({'; '.join(lines)}). Only "
+            "caches of equal fingerprint can be merged: build one of them anew."
+        )
+    for each in (cache, other):
+        each.head()  # its bytes have the digest that is compared below
+    ours, theirs = (str(each.description["head_sha256"]) for each in (cache, other))
+    if ours != theirs:
+        raise CacheIncompatibleError(
+            f"{other.path}: expected a head with sha256 {ours[:16]} as in {cache.path}, found "
+            f"{theirs[:16]}. The weights are equal, so one was written by another version: build "
+            "one of them anew."
+        )
+
+
+def _select(cache: Cache, others: Sequence[Cache]) -> tuple[list[Selection], int]:
+    """What is new in `others`, shard by shard, and how many samples are not."""
+    known = committed_samples(cache.path)
+    selections, num_seen = [], 0
+    for other in others:
+        wanted = {row.tobytes() for row in other.index.sample_ids} - known
+        known |= wanted
+        num_seen += len(other.index)
+        for shard_id in other.shard_ids:
+            selection = select(other.storage, other.record(shard_id), other.spec, wanted)
+            if len(selection.rows):
+                selections.append(selection)
+    return selections, num_seen - sum(len(selection.rows) for selection in selections)
+
+
+def _add(cache: Cache, selections: Sequence[Selection]) -> list[int]:
+    """Commit `selections` as shards of a plan of their own; returns the bytes of each."""
+    require_fit(cache.path, sum(selection.stored_bytes for selection in selections), 0)
+    for selection in selections:
+        _copy_calibration(cache, selection)
+    plan = plan_selections(cache.path, selections, cache.spec, "merge")
+    jobs = list(zip(selections, plan.shard_ids, strict=True))
+    return [
+        write_selection(cache.path, selection, cache.spec, plan, shard_id).stored_bytes
+        for selection, shard_id in tqdm(jobs, desc="merge", unit="shard", disable=None)
+    ]
+
+
+def _copy_calibration(cache: Cache, selection: Selection) -> None:
+    name = selection.record.calibration
+    if name is None or cache.storage.exists(calibration_key(name)):
+        return
+    data = selection.storage.read(calibration_key(name))
+    if (found := sha256_bytes(data)) != name:
+        raise CacheError(
+            f"{selection.storage}/{calibration_key(name)}: expected sha256 {name[:16]}, found "
+            f"{found[:16]}. It was changed or damaged; no command can make it again."
+        )
+    write_bytes(cache.storage.path(calibration_key(name)), data)
+
+
+def rows(report: MergeReport) -> list[tuple[str, str]]:
+    """`report` as a table of names and values."""
+    return [
+        ("added", f"{report.num_samples:,} samples, {report.num_tokens:,} tokens"),
+        ("bytes", f"{report.stored_bytes / 1e6:,.1f} MB"),
+        ("shards", f"{report.num_copied:,} copied, {report.num_rewritten:,} rewritten"),
+        ("there already", f"{report.num_duplicates:,} samples"),
+        ("generation", str(report.manifest.generation)),
+    ]

@@ -1,0 +1,171 @@
+"""Removing samples that are no longer in the data of a configuration."""
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tqdm import tqdm
+
+from cache_builder.build import describe_capture
+from cache_builder.commit import committed_shards, discard_uncommitted, publish, read_record
+from cache_builder.config import BuildConfig
+from cache_builder.corpus import CHOSEN_DROPS
+from cache_builder.lock import builder_lock
+from cache_builder.planning import open_corpus
+from cache_builder.retirement import retire
+from cache_builder.rewrite import write_selection
+from cache_builder.selection import (
+    Selection,
+    plan_selections,
+    require_no_missing_shard,
+    select,
+)
+from cache_builder.space import require_fit, require_floor
+from cache_builder.target import resolve_target
+from cache_builder.template import ChatTemplate
+from cache_builder.tokens import load_template
+from shared.cache import Cache
+from shared.errors import DataError
+from shared.spec import CaptureSpec
+from shared.storage import LocalStorage
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PruneReport:
+    """What one prune removed, or would."""
+
+    num_samples: int
+    num_tokens: int
+    freed_bytes: int
+    """Exact once it is done; before, by the share of tokens."""
+
+    num_removed: int
+    """Shards without a wanted sample."""
+
+    num_rewritten: int
+    """Shards of which some samples stay."""
+
+    num_kept_samples: int
+
+
+def prune(
+    config: BuildConfig, *, dry_run: bool = False, ignore_bad_rows: bool = False
+) -> PruneReport:
+    """Remove the samples that the data of `config` do not give any more.
+
+    Shards without a wanted sample go. Shards with some are written anew from what is stored,
+    without the target. A new generation is published; older ones that name a shard that went go
+    too, and with them every run that started from one.
+
+    Raises:
+        DataError: the data cannot be read whole, or nothing that is stored is in them.
+        CacheError: the cache is not there, damaged, locked, or built with other settings.
+        OutOfSpaceError: no room for the rewritten shards next to the old ones.
+    """
+    target_path = resolve_target(config.target)
+    template = load_template(target_path, config.data)
+    spec = describe_capture(config, target_path, template)
+    path = config.cache.path
+    spec.require_equal(Cache(path).spec, str(path))
+    wanted = _wanted_samples(config, spec, template, ignore_bad_rows=ignore_bad_rows)
+    if dry_run:
+        return _report(_select(path, spec, wanted))
+    with builder_lock(path):
+        discard_uncommitted(path)
+        require_no_missing_shard(path)
+        selections = _select(path, spec, wanted)
+        report = _report(selections)
+        changed = [selection for selection in selections if not selection.is_whole]
+        if changed:
+            after = _replace(config, spec, changed)
+            before = sum(selection.record.stored_bytes for selection in changed)
+            report = replace(report, freed_bytes=before - after)
+        publish(path, spec)
+    Cache(path)  # a reader must be able to open what was published
+    return report
+
+
+def _wanted_samples(
+    config: BuildConfig, spec: CaptureSpec, template: ChatTemplate, *, ignore_bad_rows: bool
+) -> set[bytes]:
+    corpus = open_corpus(config, spec, template)
+    wanted = {
+        bytes.fromhex(sample.sample_id)
+        for sample in tqdm(corpus, desc="tokenize", unit="sample", disable=None)
+    }
+    for line in corpus.report.describe():
+        logger.info("%s", line)
+    bad = [
+        f"{dropped.count} {reason} ({dropped.examples[0]})"
+        for reason, dropped in corpus.report.dropped.items()
+        if reason not in CHOSEN_DROPS
+    ]
+    if bad and not ignore_bad_rows:
+        raise DataError(
+            f"{config.cache.path}: rows of the data cannot be used: {'; '.join(bad)}. A stored "
+            "sample may be one of them, so nothing is removed. Fix or delete the rows, or say "
+            "--ignore-bad-rows."
+        )
+    return wanted
+
+
+def _select(path: Path, spec: CaptureSpec, wanted: set[bytes]) -> list[Selection]:
+    storage, left = LocalStorage(path), set(wanted)
+    selections = [
+        select(storage, read_record(path, shard_id)[0], spec, left)
+        for shard_id in sorted(committed_shards(path))
+    ]
+    if not any(len(selection.rows) for selection in selections):
+        raise DataError(
+            f"{path}: none of its samples is in these data ({len(wanted):,} samples). Look at "
+            "data.sources; to give up the cache, delete its directory."
+        )
+    return selections
+
+
+def _report(selections: list[Selection]) -> PruneReport:
+    changed = [selection for selection in selections if not selection.is_whole]
+    num_removed = sum(len(selection.rows) == 0 for selection in changed)
+    return PruneReport(
+        num_samples=sum(s.record.num_samples - len(s.rows) for s in changed),
+        num_tokens=sum(s.record.num_tokens - s.num_tokens for s in changed),
+        freed_bytes=sum(s.record.stored_bytes - s.stored_bytes for s in changed),
+        num_removed=num_removed,
+        num_rewritten=len(changed) - num_removed,
+        num_kept_samples=sum(len(selection.rows) for selection in selections),
+    )
+
+
+def _replace(config: BuildConfig, spec: CaptureSpec, changed: list[Selection]) -> int:
+    """Replace the shards of `changed` by what stays of them; returns the bytes of that."""
+    path = config.cache.path
+    partial = [selection for selection in changed if len(selection.rows)]
+    require_fit(path, sum(s.stored_bytes for s in partial), config.cache.min_free_bytes)
+    # A plan even where nothing is rewritten: no later build may take up an older one, whose
+    # shards are partly gone.
+    plan = plan_selections(path, partial, spec, "prune")
+    jobs = list(zip(partial, plan.shard_ids, strict=True))
+    retire(path, {selection.record.shard_id: new for selection, new in jobs})
+    stored = 0
+    for selection, new in tqdm(jobs, desc="rewrite", unit="shard", disable=None):
+        require_floor(path, config.cache.min_free_bytes)
+        stored += write_selection(path, selection, spec, plan, new).stored_bytes
+    # Last: whatever stops this earlier, no shard is lost.
+    retire(path, dict.fromkeys(s.record.shard_id for s in changed))
+    return stored
+
+
+def rows(report: PruneReport, *, dry_run: bool) -> list[tuple[str, str]]:
+    """`report` as a table of names and values."""
+    verb = "would go" if dry_run else "gone"
+    return [
+        (verb, f"{report.num_samples:,} samples, {report.num_tokens:,} tokens"),
+        ("bytes", f"{'about ' if dry_run else ''}{report.freed_bytes / 1e6:,.1f} MB"),
+        (
+            "shards",
+            f"{report.num_removed:,} removed, {report.num_rewritten:,} rewritten",
+        ),
+        ("left", f"{report.num_kept_samples:,} samples"),
+    ]

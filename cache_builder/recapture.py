@@ -1,0 +1,153 @@
+"""Running stored samples through the target again, and comparing.
+
+T tokens of one sample   L captured layers   D hidden size
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from cache_builder.config import TargetConfig
+from cache_builder.target import Target, describe_target, resolve_target
+from cache_builder.verify import Problem
+from shared import config as configs
+from shared.cache import Cache
+from shared.errors import CacheError, CacheIncompatibleError, ConfigError
+
+NOISE = 0.02
+"""Relative L2 by which the states of one target may differ between two batch shapes, devices or
+versions of a kernel. Measured: 0.5 % between batch shapes, 1.4 % between bfloat16 and float32."""
+
+
+@dataclass(slots=True)
+class Recapture:
+    """How far what is stored lies from what the target gives now."""
+
+    target_layer_ids: tuple[int, ...]
+    num_samples: int = 0
+    num_equal: int = 0
+    """Samples whose every bit is the same."""
+
+    largest: list[float] = field(default_factory=list)
+    """Per layer: the largest relative L2 distance of a sample."""
+
+    allowed: list[float] = field(default_factory=list)
+    """Per layer: the smallest distance that would have been a problem."""
+
+    problems: list[Problem] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "num_samples": self.num_samples,
+            "num_equal": self.num_equal,
+            "layers": [
+                {"layer_id": layer_id, "largest": largest, "allowed": allowed}
+                for layer_id, largest, allowed in zip(
+                    self.target_layer_ids, self.largest, self.allowed, strict=True
+                )
+            ],
+        }
+
+
+def recapture(path: Path, target_path: Path, num_samples: int, *, seed: int = 0) -> Recapture:
+    """Compare `num_samples` random samples, decoded, with what the target in `target_path` gives.
+
+    A sample is a problem if a layer differs by more than `NOISE` plus what the codec loses of it.
+    Each is run alone, not in the batch it was captured in. Where all is within that, ids, positions
+    and layers are the right ones too.
+
+    Raises:
+        CacheError: the cache cannot be opened.
+        CacheIncompatibleError: the target is another one, or its files were changed.
+        TargetError: it cannot be loaded.
+    """
+    cache = Cache(path)
+    target = _open_target(cache, target_path)
+    num_layers = cache.spec.num_captured
+    report = Recapture(
+        cache.spec.target_layer_ids, largest=[0.0] * num_layers, allowed=[1.0] * num_layers
+    )
+    count = min(num_samples, len(cache.index))
+    chosen = np.random.default_rng(seed).choice(len(cache.index), count, replace=False)
+    for position in tqdm(np.sort(chosen).tolist(), desc="recapture", disable=None):
+        _compare(cache, target, position, report)
+    return report
+
+
+def _open_target(cache: Cache, path: Path) -> Target:
+    spec = cache.spec
+    try:
+        config = configs.build(
+            TargetConfig,
+            {"path": str(path), "dtype": spec.target.dtype, "attention": spec.target.attention},
+        )
+    except ConfigError as error:
+        raise CacheIncompatibleError(f"{cache.path}: {error}") from None
+    place = resolve_target(config)
+    found = describe_target(place, config)
+    lines = configs.differences(
+        configs.to_dict(found), configs.to_dict(spec.target), names=("there", "in the cache")
+    )
+    if lines:
+        raise CacheIncompatibleError(
+            f"{path}: not the target of {cache.path} ({'; '.join(lines)}). Name the directory it "
+            "was built from."
+        )
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    return Target.load(place, config, spec.target_layer_ids, device)
+
+
+def _compare(cache: Cache, target: Target, position: int, report: Recapture) -> None:
+    shard_id = cache.shard_ids[int(cache.index.shard[position])]
+    where = f"{cache.path}: shard {shard_id}, sample {cache.index.sample_id(position)}"
+    try:
+        sample = cache.read(position)
+        calibration = cache.calibration(sample.calibration)
+        stored_TLD = cache.unpack(sample)
+    except CacheError as error:
+        report.problems.append(Problem(shard_id, "damaged", str(error)))
+        return
+    fresh_TLD = target.capture([sample.token_ids])[0].cpu()
+    report.num_samples += 1
+    report.num_equal += torch.equal(stored_TLD.view(torch.int16), fresh_TLD.view(torch.int16))
+    lossy_TLD = cache.codec.unpack(cache.codec.pack(fresh_TLD, calibration), calibration)
+    distances, losses = _distances(stored_TLD, fresh_TLD), _distances(lossy_TLD, fresh_TLD)
+    for number, (distance, loss) in enumerate(zip(distances, losses, strict=True)):
+        allowed = NOISE + loss
+        report.largest[number] = max(report.largest[number], distance)
+        report.allowed[number] = min(report.allowed[number], allowed)
+        if not distance <= allowed:  # a NaN is one too
+            message = (
+                f"{where}: block {report.target_layer_ids[number]} differs from the target's by "
+                f"{100 * distance:.2f} %, at most {100 * allowed:.2f} % is noise and codec"
+            )
+            report.problems.append(Problem(shard_id, "differs", message))
+
+
+def _distances(found_TLD: Tensor, expected_TLD: Tensor) -> list[float]:
+    """Relative L2 distance per layer."""
+    difference_TLD = found_TLD.double() - expected_TLD.double()
+    square_L = expected_TLD.double().square().sum((0, 2))
+    ratio_L = difference_TLD.square().sum((0, 2)) / square_L.clamp_min(1e-30)
+    return [float(value) for value in ratio_L.sqrt()]
+
+
+def rows(report: Recapture) -> list[tuple[str, str]]:
+    """`report` as a table of names and values."""
+    table = [
+        ("captured again", f"{report.num_samples} samples, {report.num_equal} equal to the bit")
+    ]
+    for layer in report.to_dict()["layers"]:
+        table.append(
+            (
+                f"  block {layer['layer_id']}",
+                f"largest difference {100 * layer['largest']:.3f} %, "
+                f"allowed {100 * layer['allowed']:.2f} %",
+            )
+        )
+    return table

@@ -1,0 +1,151 @@
+"""Which stored samples a command keeps or adds, and the plan of the shards they become."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from cache_builder.commit import committed_shards
+from cache_builder.corpus import TokenizedSample
+from cache_builder.plan import Plan, PlanWriter, next_plan_id
+from cache_builder.retirement import retired_shards
+from shared.cache import PLANS, read_manifest
+from shared.errors import CacheError, ShardCorruptError
+from shared.manifest import ShardRecord
+from shared.shard import ShardReader
+from shared.spec import CaptureSpec
+from shared.storage import LocalStorage
+
+_UNKNOWN_FILE = "unknown"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Selection:
+    """Some samples of one stored shard."""
+
+    storage: LocalStorage
+    record: ShardRecord
+    rows: npt.NDArray[np.int64]
+    """int64 [N]: ascending rows of the shard."""
+
+    num_tokens: int
+    """Tokens of those rows."""
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.rows) == self.record.num_samples
+
+    @property
+    def stored_bytes(self) -> int:
+        """About what these samples take: their share of the shard by tokens."""
+        return round(self.record.stored_bytes * self.num_tokens / max(self.record.num_tokens, 1))
+
+
+def select(
+    storage: LocalStorage, record: ShardRecord, spec: CaptureSpec, wanted: set[bytes]
+) -> Selection:
+    """The samples of a shard that are in `wanted`. They are taken out of it: no sample twice.
+
+    Raises:
+        ShardCorruptError: the shard is damaged.
+    """
+    arrays = ShardReader(storage, record, spec).arrays
+    rows = []
+    for row, sample_id in enumerate(map(bytes, arrays["sample_ids"])):
+        if sample_id in wanted:
+            wanted.remove(sample_id)
+            rows.append(row)
+    chosen = np.array(rows, np.int64)
+    return Selection(storage, record, chosen, int(np.diff(arrays["sample_offsets"])[chosen].sum()))
+
+
+def require_no_missing_shard(cache: Path) -> None:
+    """Refuse to publish a generation that lost what the newest one has.
+
+    Raises:
+        CacheError: a shard of the newest generation has no record.
+    """
+    published = read_manifest(LocalStorage(cache)).records.keys()
+    if missing := sorted(published - committed_shards(cache) - retired_shards(cache)):
+        raise CacheError(
+            f"{cache}: {len(missing)} of {len(published)} shards are missing "
+            f"({', '.join(missing[:8])}). Run `cache-builder repair` first."
+        )
+
+
+def plan_selections(
+    cache: Path, selections: Sequence[Selection], spec: CaptureSpec, command: str
+) -> Plan:
+    """Write a plan of `selections` into `cache`: its shards are theirs, in this order.
+
+    With it the shards are like any other: `repair` can capture them from the tokens.
+    File and row of each sample come from the plan that captured it, where that is still there.
+
+    Raises:
+        ShardCorruptError: a shard is damaged, or a sample is not the one its id names.
+    """
+    plans = cache / PLANS
+    plan_id = next_plan_id(plans)
+    writer = PlanWriter(plans, plan_id)
+    try:
+        origins, captured_by = {}, _open_plans(selections)
+        for number, selection in enumerate(selections):
+            origins[f"{plan_id}-{number:05d}"] = (
+                f"{selection.storage.root.name}/{selection.record.shard_id}"
+            )
+            captured = captured_by.get(_plan_directory(selection))
+            for sample in _tokenized(selection, spec, captured):
+                writer.add(sample)
+        return writer.commit(
+            key=command,
+            report={"copied_from": origins},
+            shard_sizes=[len(selection.rows) for selection in selections],
+        )
+    finally:
+        writer.discard()
+
+
+def _tokenized(
+    selection: Selection, spec: CaptureSpec, plan: Plan | None
+) -> Iterator[TokenizedSample]:
+    record = selection.record
+    arrays = ShardReader(selection.storage, record, spec).arrays
+    known = {}
+    if plan is not None and record.shard_id in plan.shard_ids:
+        for position in plan.shard_positions(record.shard_id).tolist():
+            file, number, _ = plan.provenance(position)
+            known[plan.sample(position).sample_id] = file, number
+    for row in selection.rows.tolist():
+        begin, end = (int(value) for value in arrays["sample_offsets"][row : row + 2])
+        sample_id = bytes(arrays["sample_ids"][row]).hex()
+        file, number = known.get(sample_id, (_UNKNOWN_FILE, 0))
+        sample = TokenizedSample(
+            arrays["token_ids"][begin:end],
+            arrays["loss_mask"][begin:end],
+            source=record.sources[int(arrays["sample_sources"][row])],
+            file=file,
+            row=number,
+            generated_by=None,
+        )
+        if sample.sample_id != sample_id:
+            raise ShardCorruptError(
+                f"{selection.storage}: shard {record.shard_id}, sample {row}: its id is "
+                f"{sample_id}, its tokens have {sample.sample_id}. Run `cache-builder repair`."
+            )
+        yield sample
+
+
+def _open_plans(selections: Sequence[Selection]) -> dict[Path, Plan]:
+    """The plans that captured the shards, by their directories; without those that are damaged."""
+    plans = {}
+    for directory in sorted({_plan_directory(selection) for selection in selections}):
+        with contextlib.suppress(CacheError):
+            plans[directory] = Plan(directory)
+    return plans
+
+
+def _plan_directory(selection: Selection) -> Path:
+    return selection.storage.root / PLANS / selection.record.shard_id.partition("-")[0]

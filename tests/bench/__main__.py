@@ -1,0 +1,185 @@
+"""`python -m tests.bench`: codecs and layouts on real states, as tables and as JSON."""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: see the Makefile
+
+import click
+
+from shared.memory import keep_freed_memory
+from tests.bench.codecs import (
+    Errors,
+    SizeRow,
+    SpeedRow,
+    measure_sizes,
+    measure_speed,
+    noise,
+    one_core,
+)
+from tests.bench.layouts import CODEC, OURS, OURS_BFLOAT16, RAW
+from tests.bench.reads import ReadRow, breakeven, measure_reads
+from tests.bench.states import States, demo_states, random_states, widened
+from tests.conftest import REPOSITORY
+
+DIRECTORY = REPOSITORY / ".demo" / "bench"
+
+
+@click.command()
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--quick", is_flag=True, help="A quarter of the tokens, fewer rounds: one minute.")
+def main(json_path: Path | None, quick: bool) -> None:
+    """Measure codecs and read speed on states of the demo target."""
+    keep_freed_memory()
+    began, loads = time.perf_counter(), [os.getloadavg()[0]]
+    real = demo_states(DIRECTORY, 5_000 if quick else 20_000)
+    models = [real, *random_states()]
+    wide = widened(real)
+    with one_core():
+        noises = [noise(states) for states in models]
+        sizes = [measure_sizes(states) for states in models]
+        speeds = [
+            measure_speed(states, num_tokens=num, repeats=3 if quick else 7)
+            for states, num in ((real, 4_000), (wide, 600))
+        ]
+        reads = [
+            _read(states, rounds=2 if quick else 5, cold=1 if quick else 5)
+            for states in (real, wide)
+        ]
+    for states, floor, rows in zip(models, noises, sizes, strict=True):
+        click.echo(size_table(states, floor, rows))
+    for states, rows in zip((real, wide), speeds, strict=True):
+        click.echo(speed_table(states, rows))
+    for states, rows in zip((real, wide), reads, strict=True):
+        click.echo(read_table(states, rows))
+    loads.append(os.getloadavg()[0])
+    click.echo(
+        f"{time.perf_counter() - began:.0f} s. Load of the machine, {os.cpu_count()} cores: "
+        f"{loads[0]:.1f} at the start, {loads[1]:.1f} at the end; above 1 the rates are too low, "
+        "and their ratios count"
+    )
+    if json_path is not None:
+        facts = {
+            "load": loads,
+            "noise": {states.name: asdict(own) for states, own in zip(models, noises, strict=True)},
+            "sizes": [asdict(row) for rows in sizes for row in rows],
+            "speeds": [asdict(row) for rows in speeds for row in rows],
+            "reads": {
+                states.name: [asdict(row) for row in rows]
+                for states, rows in zip((real, wide), reads, strict=True)
+            },
+        }
+        json_path.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def _read(states: States, *, rounds: int, cold: int) -> list[ReadRow]:
+    scratch = DIRECTORY / "layouts"
+    shutil.rmtree(scratch, ignore_errors=True)  # of a run that was killed
+    scratch.mkdir(parents=True)
+    try:
+        return measure_reads(states, scratch, rounds=rounds, cold_rounds=cold)
+    finally:
+        shutil.rmtree(scratch)
+
+
+def size_table(states: States, floor: Errors, rows: Sequence[SizeRow]) -> str:
+    lines = [
+        [
+            row.codec,
+            f"{row.ratio:.3f}",
+            f"{row.outliers_per_million:.0f}",
+            _percents(row.errors.normalised),
+            _percents(row.errors.relative),
+        ]
+        for row in rows
+    ]
+    lines.append(["bf16 noise", "", "", _percents(floor.normalised), _percents(floor.relative)])
+    return _table(
+        f"Size and error: {_described(states)}. Errors in % per layer, first to last. bf16 noise: "
+        f"the target in bfloat16 against itself in float32, {len(states.exact_TLD):,} tokens",
+        ["codec", "stored/raw", "outliers/1e6", "error in channel deviations", "relative L2"],
+        lines,
+    )
+
+
+def speed_table(states: States, rows: Sequence[SpeedRow]) -> str:
+    return _table(
+        f"Codec speed: {_described(states)}. MB/s of bfloat16 on one core, checksums included",
+        ["codec", "pack", "encode", "decode to levels", "decode to bf16"],
+        [
+            [
+                row.codec,
+                *(f"{x:,.0f}" for x in (row.pack, row.encode, row.decode, row.decode_bfloat16)),
+            ]
+            for row in rows
+        ],
+    )
+
+
+def read_table(states: States, rows: Sequence[ReadRow]) -> str:
+    by_name = {row.layout: row for row in rows}
+    ours, raw, codec = by_name[OURS], by_name[RAW], by_name[CODEC]
+    kinds = ("warm_random", "warm_sequential", "cold_random", "cold_sequential")
+    lines = [
+        [
+            row.layout,
+            f"{row.ratio:.3f}" if row.ratio else "",
+            *(
+                f"{getattr(row, kind):.2f} ({getattr(row, kind) / getattr(ours, kind):.2f})"
+                for kind in kinds
+            ),
+            "" if row.touched is None else f"{row.touched:.2f}",
+            "" if row.asked is None else f"{row.asked:.2f}",
+        ]
+        for row in rows
+    ]
+    text = _table(
+        f"Reading whole samples: {_described(states)}, {len(states.samples)} samples. GB/s of "
+        "bfloat16, in brackets over ours. Warm: time of one core. Cold: wall time of one thread "
+        "less its waiting for a core, opening included; indicative, whatever lies below may have "
+        "the bytes in memory",
+        ["layout", "stored/raw", *(kind.replace("_", " ") for kind in kinds), "fetched", "asked"],
+        lines,
+    )
+    text += (
+        "fetched: bytes read from the disk for a quarter of the samples, at random and cold, over "
+        "what is stored of them; asked: what the reader asks for over what is stored\n"
+        f"ours to levels takes {codec.warm_random / ours.warm_random:.2f} times the time of the "
+        "codec alone\n"
+    )
+    for row in (ours, by_name[OURS_BFLOAT16]):
+        serial, overlapped = breakeven(row, raw)
+        text += (
+            f"{row.layout}: faster than raw mapped on a disk below {serial:.2f} GB/s in one "
+            f"thread, {overlapped:.2f} GB/s per core where reading and decoding overlap\n"
+        )
+    return text
+
+
+def _described(states: States) -> str:
+    num, layers, width = states.hidden_TLD.shape
+    return f"{states.name}, {num:,} tokens, {layers} x {width}"
+
+
+def _percents(values: Iterable[float]) -> str:
+    return " ".join(f"{100 * value:5.2f}" for value in values)
+
+
+def _table(title: str, headers: list[str], rows: list[list[str]]) -> str:
+    widths = [max(len(row[i]) for row in [headers, *rows]) for i in range(len(headers))]
+
+    def line(cells: list[str]) -> str:
+        first, *rest = zip(cells, widths, strict=True)
+        parts = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]
+        return "  ".join(parts).rstrip()
+
+    return "\n".join(["", title, "", line(headers), *(line(row) for row in rows), ""])
+
+
+if __name__ == "__main__":
+    main()
