@@ -5,13 +5,17 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from cache_builder.capture import Timing
-from cache_builder.commit import committed_shards, discard_uncommitted, publish
+from cache_builder.commit import (
+    committed_shards,
+    discard_uncommitted,
+    publish,
+    read_record,
+)
 from cache_builder.config import BuildConfig
 from cache_builder.decoder import default_layer_ids
 from cache_builder.lock import builder_lock
@@ -114,8 +118,8 @@ def build(config: BuildConfig) -> BuildReport:
         )
         if todo or prepared is None:
             _capture(config, _job(config, plan, spec, target_path), plan, todo, prepared)
+        _require_usable(config, plan)
         manifest = publish(path, spec)
-        _require_complete(config, plan, path)
     Cache(path)  # a reader must be able to open what was published
     return BuildReport(manifest, plan, len(todo), time.perf_counter() - started)
 
@@ -187,6 +191,7 @@ def _open_or_create(path: Path, spec: CaptureSpec) -> Prepared | None:
     if storage.exists(DESCRIPTION):
         description = read_description(storage)
         stored = CaptureSpec.from_dict(description["spec"], f"{path}/{DESCRIPTION}")
+        create_directories(path)  # copies of a cache may lack the empty ones
         spec.require_equal(stored, str(path))
         return Prepared(description["head_sha256"], description["calibration"])
     foreign = [p.name for p in path.iterdir() if p.name not in _OWN_NAMES]
@@ -323,12 +328,12 @@ def _report_missing(outcome: Outcome, plan: Plan) -> None:
     )
 
 
-def _require_complete(config: BuildConfig, plan: Plan, path: Path) -> None:
-    """Fail if more samples were quarantined than the configuration allows."""
-    cache = Cache(path)
-    quarantined: dict[str, Any] = {}
+def _require_usable(config: BuildConfig, plan: Plan) -> None:
+    """Fail, and publish nothing, if more samples were quarantined than the configuration allows."""
+    path = config.cache.path
+    quarantined: dict[str, str] = {}
     for shard_id in plan.shard_ids:
-        quarantined |= cache.record(shard_id).quarantined
+        quarantined |= read_record(path, shard_id)[0].quarantined
     if len(quarantined) > config.capture.max_quarantined_fraction * len(plan):
         examples = "; ".join(f"{key}: {why}" for key, why in list(quarantined.items())[:8])
         raise CaptureError(
