@@ -124,11 +124,15 @@ def build(config: BuildConfig) -> BuildReport:
     return BuildReport(manifest, plan, len(todo), time.perf_counter() - started)
 
 
-def repair(config: BuildConfig) -> list[str]:
+def repair(config: BuildConfig, *, drop_lost: bool = False) -> list[str]:
     """Capture the damaged and missing shards of the newest generation anew, and nothing else.
 
+    Args:
+        drop_lost: let go of damaged shards that no plan on disk has; a build captures their
+            samples from the data again.
+
     Returns:
-        Their ids.
+        The ids of the shards captured anew.
 
     Raises:
         CacheError: the cache itself cannot be opened, or what is damaged is not in a shard.
@@ -147,10 +151,12 @@ def repair(config: BuildConfig) -> list[str]:
         damaged = sorted({str(problem.shard) for problem in problems} - retired_shards(path))
         plans = [Plan(directory) for directory in find_plans(path / PLANS)]
         known = {shard_id for plan in plans for shard_id in plan.shard_ids}
-        if lost_ids := sorted(set(damaged) - known):  # nothing is deleted that cannot come back
+        lost_ids = sorted(set(damaged) - known)
+        if lost_ids and not drop_lost:  # nothing is deleted that cannot come back
             raise CacheError(
                 f"{path}: shards {', '.join(lost_ids[:8])} are damaged and no plan on disk has "
-                "them, so they cannot be captured again. Restore the plans, or build anew."
+                "them. Restore the plans; or repair with --drop-lost, which lets go of them, and "
+                "build again, which captures their samples from the data."
             )
         for shard_id in damaged:
             (path / record_key(shard_id)).unlink(missing_ok=True)
@@ -161,7 +167,7 @@ def repair(config: BuildConfig) -> list[str]:
             if todo:
                 _capture(config, _job(config, plan, spec, target_path), plan, todo, prepared)
         publish(path, spec)
-    return damaged
+    return [shard_id for shard_id in damaged if shard_id in known]
 
 
 def describe_capture(config: BuildConfig, target_path: Path, template: ChatTemplate) -> CaptureSpec:

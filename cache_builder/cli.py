@@ -141,11 +141,16 @@ def verify(
 
 @main.command()
 @cli.config_options
-def repair(path: Path, overrides: tuple[str, ...]) -> None:
+@click.option(
+    "--drop-lost",
+    is_flag=True,
+    help="Let go of damaged shards that no plan on disk has; build again afterwards.",
+)
+def repair(path: Path, overrides: tuple[str, ...], drop_lost: bool) -> None:
     """Capture the damaged and missing shards anew, and nothing else."""
     from cache_builder.build import repair as repair_cache
 
-    repaired = repair_cache(config.load(BuildConfig, path, overrides))
+    repaired = repair_cache(config.load(BuildConfig, path, overrides), drop_lost=drop_lost)
     click.echo(f"{len(repaired)} shards captured anew" + "".join(f"\n  {i}" for i in repaired))
 
 

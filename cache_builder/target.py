@@ -134,6 +134,7 @@ class Target:
             "dtype": getattr(torch, config.dtype),
             "attn_implementation": config.attention,
             "trust_remote_code": False,
+            "use_safetensors": True,  # what was hashed, and never a pickle beside it
         }
         try:
             try:

@@ -13,6 +13,7 @@ from cache_builder.verify import verify_cache
 from shared.cache import HEAD, MANIFEST, Cache, record_key
 from shared.errors import CacheError
 from shared.shard import GROUP, STATES_OBJECT
+from tests.conftest import conversations, write_jsonl
 
 MakeBuild = Callable[..., BuildConfig]
 
@@ -86,9 +87,10 @@ def test_a_damaged_shard_without_a_plan_is_named_and_built_again(
     victim = Cache(copy).shard_ids[1]
     shutil.rmtree(copy / "plans")
     flip(copy / GROUP / victim / STATES_OBJECT, 100)
-    with pytest.raises(CacheError, match=rf"{victim}.*no plan.*cache-builder build"):
+    with pytest.raises(CacheError, match=rf"{victim}.*no plan.*--drop-lost"):
         repair(tiny_build(copy))
-    (copy / "plans").mkdir()
+    assert (copy / record_key(victim)).is_file()
+    assert repair(tiny_build(copy), drop_lost=True) == []
     build(tiny_build(copy))
     assert len(Cache(copy).index) == 48
     assert verify_cache(copy, deep=True) == []
@@ -108,3 +110,42 @@ def test_problems_are_plain_json(copy: Path) -> None:
     problems = json.loads(json.dumps([p.to_dict() for p in verify_cache(copy, deep=False)]))
     assert all(problem.keys() == {"shard", "kind", "message"} for problem in problems)
     assert {problem["kind"] for problem in problems} == {"missing"}
+
+
+def test_a_lost_calibration_is_named_and_repair_deletes_nothing(
+    copy: Path, tiny_build: MakeBuild
+) -> None:
+    """Every shard needs it and none can be captured without: the cache must survive the attempt."""
+    (calibration,) = (copy / "calibrations").glob("*.safetensors")
+    data = calibration.read_bytes()
+    calibration.unlink()
+    assert {p.shard for p in verify_cache(copy, deep=False)} == {None}
+    with pytest.raises(CacheError, match="build the cache anew"):
+        repair(tiny_build(copy))
+    calibration.write_bytes(data)
+    assert verify_cache(copy, deep=True) == []
+
+
+def test_a_build_does_not_go_on_without_a_published_record(
+    copy: Path, tiny_build: MakeBuild, tmp_path: Path
+) -> None:
+    """It would delete the shard and publish a smaller cache without a word."""
+    victim = Cache(copy).shard_ids[1]
+    (copy / record_key(victim)).unlink()
+    more = write_jsonl(tmp_path / "more.jsonl", conversations(range(60, 64)))
+    with pytest.raises(CacheError, match=rf"{victim}.*repair"):
+        build(tiny_build(copy, data=[more]))
+    assert (copy / GROUP / victim / STATES_OBJECT).is_file()
+    assert repair(tiny_build(copy)) == [victim]
+    build(tiny_build(copy, data=[more]))
+    assert len(Cache(copy).index) == 52
+
+
+def test_new_data_are_captured_although_the_plans_are_lost(
+    copy: Path, tiny_build: MakeBuild, tiny_data: Path, tmp_path: Path
+) -> None:
+    """Plan numbers of committed shards are not used again."""
+    shutil.rmtree(copy / "plans" / "0001")
+    more = write_jsonl(tmp_path / "more.jsonl", conversations(range(60, 64)))
+    build(tiny_build(copy, data=[tiny_data, more]))
+    assert len(Cache(copy).index) == 52
