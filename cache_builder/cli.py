@@ -192,6 +192,83 @@ def merge(into: Path, sources: tuple[Path, ...]) -> None:
     cli.print_table(rows(merge_caches(into, sources)))
 
 
+@main.command()
+@cli.config_options
+@click.argument("prompts", nargs=-1, required=True)
+@click.option(
+    "-o", "--out", type=click.Path(path_type=Path), required=True, help="JSON lines; added to."
+)
+@click.option(
+    "--max-new-tokens", type=int, default=2048, show_default=True, help="Tokens of one answer."
+)
+@click.option(
+    "--temperature", type=float, default=0.0, show_default=True, help="0: always the most likely."
+)
+@click.option("--top-p", type=float, default=1.0, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True, help="For temperatures over 0.")
+@click.option(
+    "--batch-size", type=click.IntRange(min=1), default=32, show_default=True, help="Rows at once."
+)
+@click.option("--limit", type=click.IntRange(min=1), help="Prompts to answer at most.")
+@click.option("--name", help="What to call the target in the rows; default: its directory's name.")
+@click.option(
+    "--omit-ids", is_flag=True, help="Leave ids out of rows whose text tokenizes to exactly them."
+)
+def regenerate(
+    path: Path,
+    overrides: tuple[str, ...],
+    prompts: tuple[str, ...],
+    out: Path,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+    batch_size: int,
+    limit: int | None,
+    name: str | None,
+    omit_ids: bool,
+) -> None:
+    """Let the target answer the PROMPTS: a drafter learns from its target's own text.
+
+    PROMPTS are files, globs or directories of conversations, as for `data.sources`. Answers that
+    are in them are left out and written anew, turn by turn. Target and template are those of the
+    configuration. Stopped at any moment, the same command goes on.
+
+    \b
+      cache-builder regenerate --config cache.toml prompts.jsonl -o answers.jsonl
+      cache-builder build --config cache.toml --set 'data.sources=["answers.jsonl"]'
+    """
+    from cache_builder.generation import LocalGenerator, Sampling
+    from cache_builder.regenerate import regenerate as regenerate_answers
+    from cache_builder.regenerate import rows
+    from cache_builder.target import describe_target, resolve_target
+    from cache_builder.tokens import load_template
+
+    settings = config.load(BuildConfig, path, overrides)
+    try:
+        sampling = Sampling(
+            max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
+        )
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    place = resolve_target(settings.target)
+    weights = describe_target(place, settings.target).weights_sha256
+    template = load_template(place, settings.data)
+    report = regenerate_answers(
+        LocalGenerator(place, settings.target),
+        template,
+        prompts,
+        out,
+        generated_by=f"{name or place.name}@{weights[:16]}",
+        sampling=sampling,
+        batch_size=batch_size,
+        max_length=settings.data.max_length,
+        limit=limit,
+        omit_ids=omit_ids,
+    )
+    cli.print_table(rows(report))
+
+
 @main.command("convert-gguf")
 @click.argument("gguf", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))

@@ -73,16 +73,11 @@ def _parse(record: object) -> Conversation | PlainText | Pretokenized:
     elif "text" in present:
         return PlainText(**carried, text=_text(present, "text"))
     else:
-        keys = ", ".join(sorted(map(str, record))[:8]) or "none"
-        raise RowRefusedError(
-            DropReason.UNKNOWN_SHAPE,
-            "expected messages, conversations, prompt and response, text, or input_ids and "
-            f"loss_mask; found the keys {keys}",
+        raise _unknown_shape(
+            present,
+            "messages, conversations, prompt and response, text, or input_ids and loss_mask",
         )
-    system = _text(present, "system")
-    messages = tuple(_message(turn) for turn in turns)
-    if system and not (messages and messages[0].role == "system"):
-        messages = (Message(role="system", content=system), *messages)
+    messages = _messages(present, turns)
     _check_answers(messages, is_cut_off)
     arguments = present.get("chat_template_kwargs", {})
     if not isinstance(arguments, dict):
@@ -90,6 +85,67 @@ def _parse(record: object) -> Conversation | PlainText | Pretokenized:
     return Conversation(
         **carried, messages=messages, tools=tuple(_tools(present)), template_arguments=arguments
     )
+
+
+def parse_prompt(record: object) -> Conversation | Drop:
+    """What a record asks, its answers left out: each assistant turn is empty and to be written.
+
+    A record that ends with the user gets one more. `prompt` may be given without `response`.
+    """
+    try:
+        return _parse_prompt(record)
+    except RowRefusedError as error:
+        return error.drop
+
+
+def _parse_prompt(record: object) -> Conversation:
+    if not isinstance(record, dict):
+        raise RowRefusedError(
+            DropReason.UNKNOWN_SHAPE, f"expected an object, found {type(record).__name__}"
+        )
+    present = {key: value for key, value in record.items() if value is not None}
+    if "messages" in present:
+        turns = _list(present, "messages")
+    elif "conversations" in present:
+        turns = _list(present, "conversations")
+    elif "prompt" in present:
+        turns = _turns(present, "prompt", "user")
+    else:
+        raise _unknown_shape(present, "messages, conversations or prompt")
+    asked: list[Message] = []
+    for message in _messages(present, turns):
+        if message.role == "tool":
+            raise RowRefusedError(
+                DropReason.TOOL_RESULT, "the result of a tool depends on the answer before it"
+            )
+        if message.role != "assistant":
+            asked.append(message)
+        elif asked and asked[-1].role == "user":
+            asked.append(Message(role="assistant", content=""))
+    if not any(message.role == "user" for message in asked):
+        raise RowRefusedError(DropReason.NO_USER_TURN, f"{len(turns)} messages, none a user's")
+    if asked[-1].role != "assistant":
+        asked.append(Message(role="assistant", content=""))
+    return Conversation(
+        source=_text(present, "source"),
+        generated_by=None,
+        is_cut_off=False,
+        messages=tuple(asked),
+        tools=tuple(_tools(present)),
+    )
+
+
+def _messages(record: dict[str, Any], turns: list[Any]) -> tuple[Message, ...]:
+    system = _text(record, "system")
+    messages = tuple(_message(turn) for turn in turns)
+    if system and not (messages and messages[0].role == "system"):
+        messages = (Message(role="system", content=system), *messages)
+    return messages
+
+
+def _unknown_shape(record: dict[str, Any], expected: str) -> RowRefusedError:
+    keys = ", ".join(sorted(map(str, record))[:8]) or "none"
+    return RowRefusedError(DropReason.UNKNOWN_SHAPE, f"expected {expected}; found the keys {keys}")
 
 
 def _message(turn: Any) -> Message:

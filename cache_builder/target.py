@@ -97,6 +97,32 @@ def describe_target(path: Path, config: TargetConfig) -> TargetSpec:
     )
 
 
+def load_model(path: Path, config: TargetConfig) -> Any:
+    """The whole model in `path`, on the CPU, frozen.
+
+    Raises:
+        TargetError: transformers cannot load it.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    arguments = {
+        "dtype": getattr(torch, config.dtype),
+        "attn_implementation": config.attention,
+        "trust_remote_code": False,
+        "use_safetensors": True,  # what was hashed, and never a pickle beside it
+    }
+    try:
+        try:
+            model = AutoModelForCausalLM.from_pretrained(path, **arguments)
+        except ValueError as error:
+            if "Unrecognized configuration class" not in str(error):
+                raise
+            model = AutoModelForImageTextToText.from_pretrained(path, **arguments)
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
+        raise TargetError(f"{path}: transformers cannot load it ({error}).") from error
+    return model.eval().requires_grad_(False)
+
+
 def _quantization_name(quantization: Any) -> Any:
     if isinstance(quantization, dict):
         return quantization.get("quant_method", "unknown")
@@ -128,24 +154,8 @@ class Target:
         Raises:
             TargetError: transformers cannot load it, or a tap is out of range.
         """
-        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-        arguments = {
-            "dtype": getattr(torch, config.dtype),
-            "attn_implementation": config.attention,
-            "trust_remote_code": False,
-            "use_safetensors": True,  # what was hashed, and never a pickle beside it
-        }
-        try:
-            try:
-                model = AutoModelForCausalLM.from_pretrained(path, **arguments)
-            except ValueError as error:
-                if "Unrecognized configuration class" not in str(error):
-                    raise
-                model = AutoModelForImageTextToText.from_pretrained(path, **arguments)
-        except (ValueError, OSError, ImportError, RuntimeError) as error:
-            raise TargetError(f"{path}: transformers cannot load it ({error}).") from error
-        return cls(model.eval().requires_grad_(False).to(device), layer_ids, torch.device(device))
+        model = load_model(path, config)
+        return cls(model.to(device), layer_ids, torch.device(device))
 
     def head(self) -> Head:
         """Embedding, LM head and final norm, as bfloat16 on the CPU."""

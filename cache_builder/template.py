@@ -118,6 +118,13 @@ class ChatTemplate:
             raise RowRefusedError(DropReason.TEMPLATE_REFUSED, _one_line(error)) from error
         return self._encoder.encode(text).ids.astype(np.int32)
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids`, special tokens and spaces as they are."""
+        text: str = self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
     def tokenize(self, conversation: Conversation) -> MaskedTokens | Drop:
         """Ids and mask of a conversation, or why its mask cannot be proven."""
         for key, value in conversation.template_arguments.items():

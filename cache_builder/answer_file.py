@@ -1,0 +1,93 @@
+"""The file that answers are collected in: JSON lines, only ever appended to."""
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from shared.errors import DataError
+from shared.files import writing
+
+KEY = "prompt_key"
+ORIGIN = ("generated_by", "sampling")
+"""Fields that must be the same in every row of one file."""
+
+logger = logging.getLogger(__name__)
+
+
+class AnswerFile:
+    """Rows by the key of their prompt. What is in the file when it is opened is kept."""
+
+    def __init__(self, path: Path, origin: Mapping[str, Any]) -> None:
+        """Open `path`, or create it. A last line that was cut by a kill is taken off.
+
+        Args:
+            origin: value of each of `ORIGIN`.
+
+        Raises:
+            DataError: `path` holds something else, or rows of another origin.
+        """
+        self.path = path
+        self.keys: set[str] = set()
+        size = self._read(dict(origin)) if path.exists() else 0
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab")
+            if self._file.tell() > size:
+                logger.warning("%s: its last line was cut off and is made anew", path)
+                self._file.truncate(size)
+
+    def __enter__(self) -> "AnswerFile":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Add `rows` durably.
+
+        Raises:
+            OutOfSpaceError: the disk is full.
+        """
+        rows = list(rows)
+        data = b"".join(
+            json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+            for row in rows
+        )
+        with writing(self.path):
+            self._file.write(data)
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        self.keys.update(row[KEY] for row in rows)
+
+    def _read(self, origin: dict[str, Any]) -> int:
+        """Take in the keys of the whole lines, and give the bytes these take."""
+        size = 0
+        with self.path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    row = json.loads(line)
+                    key, found = row[KEY], {name: row[name] for name in ORIGIN}
+                except (ValueError, KeyError, TypeError):
+                    raise DataError(
+                        f"{self.path}:{number}: not a row that `cache-builder regenerate` wrote. "
+                        "Give -o a file of its own."
+                    ) from None
+                if found != origin:
+                    raise DataError(
+                        f"{self.path}:{number}: answered by {found}, and these answers would be "
+                        f"by {origin}. Give -o another file, or restore the settings."
+                    )
+                self.keys.add(key)
+                size += len(line)
+        return size

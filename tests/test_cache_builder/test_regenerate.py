@@ -1,0 +1,311 @@
+"""Regenerated answers are the target's own, whatever the batch and the interruptions."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cache_builder.build import build
+from cache_builder.config import DataConfig, TargetConfig
+from cache_builder.conversation import Conversation, Drop, DropReason
+from cache_builder.generation import Answer, LocalGenerator, Sampling
+from cache_builder.record import parse_prompt
+from cache_builder.regenerate import Generator, RegenerateReport, regenerate
+from cache_builder.template import ChatTemplate
+from cache_builder.tokens import load_template
+from shared.cache import Cache
+from shared.errors import DataError
+from tests.conftest import REPOSITORY, conversations, write_jsonl
+
+FLOAT32 = "float32"
+SAMPLING = Sampling(max_new_tokens=12)
+BROKEN = -1
+"""Stands for a token that is half a character: as text it has other ids."""
+
+
+@pytest.fixture(scope="module")
+def generator(tiny_target: Path) -> LocalGenerator:
+    return LocalGenerator(tiny_target, TargetConfig(path=str(tiny_target), dtype=FLOAT32))
+
+
+@pytest.fixture(scope="module")
+def template(tiny_target: Path) -> ChatTemplate:
+    return load_template(tiny_target, DataConfig(sources=("-",), max_length=256))
+
+
+def prompts(path: Path, count: int, **fields: Any) -> Path:
+    """Single-turn conversations whose recorded answers are somebody else's."""
+    rows = [
+        {"id": f"row-{n}", **row, **fields} for n, row in enumerate(conversations(range(count)))
+    ]
+    return write_jsonl(path, rows)
+
+
+def run(
+    generator: Generator, template: ChatTemplate, data: Path, out: Path, **options: Any
+) -> tuple[list[dict[str, Any]], RegenerateReport]:
+    settings: dict[str, Any] = {
+        "generated_by": "tiny@0",
+        "sampling": SAMPLING,
+        "batch_size": 4,
+        "max_length": 256,
+    }
+    report = regenerate(generator, template, [str(data)], out, **{**settings, **options})
+    return [json.loads(line) for line in out.read_text().splitlines()], report
+
+
+def greedy(target: Path, prompt: list[int], count: int) -> list[int]:
+    """The slow reference: one prompt, unpadded, the whole sequence anew for every token."""
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    ids = list(prompt)
+    with torch.inference_mode():
+        while len(ids) < len(prompt) + count:
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+            if ids[-1] == model.config.eos_token_id:
+                break
+    return ids[len(prompt) :]
+
+
+def test_answers_are_the_greedy_text_of_each_prompt_alone(
+    generator: LocalGenerator, template: ChatTemplate, tiny_target: Path, tmp_path: Path
+) -> None:
+    rows, report = run(generator, template, prompts(tmp_path / "p.jsonl", 7), tmp_path / "o.jsonl")
+    assert (report.num_rows, report.num_answered, len(rows)) == (7, 7, 7)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_target)
+    for row in rows:
+        user, assistant = row["messages"]
+        prompt = tokenizer.apply_chat_template(
+            [user], add_generation_prompt=True, return_dict=False
+        )
+        expected = greedy(tiny_target, prompt, SAMPLING.max_new_tokens)
+        assert row["input_ids"] == prompt + expected
+        assert row["loss_mask"] == [0] * len(prompt) + [1] * len(expected)
+        is_ended = expected[-1] == tokenizer.eos_token_id
+        assert row["finish_reason"] == ("stop" if is_ended else "length")
+        assert assistant["content"] == tokenizer.decode(expected[:-1] if is_ended else expected)
+        assert row["source"] == "made"
+        assert row["id"].startswith("row-")
+    assert sum(report.finish_reasons.values()) == 7
+    assert report.num_new_tokens == sum(sum(row["loss_mask"]) for row in rows)
+
+
+def test_a_cache_of_the_answers_holds_exactly_the_generated_ids(
+    generator: LocalGenerator, template: ChatTemplate, tiny_build: Any, tmp_path: Path
+) -> None:
+    out = tmp_path / "o.jsonl"
+    rows, _ = run(generator, template, prompts(tmp_path / "p.jsonl", 6), out)
+    build(tiny_build(tmp_path / "cache", data=[out]))
+    cache = Cache(tmp_path / "cache")
+    stored = {
+        tuple(sample.token_ids.tolist()): sample.loss_mask.tolist()
+        for sample in map(cache.read, range(len(cache.index)))
+    }
+    usable = [row for row in rows if sum(row["loss_mask"]) > 1]
+    assert len(usable) > 3
+    assert stored == {tuple(row["input_ids"]): row["loss_mask"] for row in usable}
+
+
+def test_ids_are_left_out_only_where_the_text_gives_them_back(
+    generator: LocalGenerator, template: ChatTemplate, tmp_path: Path
+) -> None:
+    data = prompts(tmp_path / "p.jsonl", 6)
+    full, _ = run(generator, template, data, tmp_path / "full.jsonl")
+    lean, report = run(generator, template, data, tmp_path / "lean.jsonl", omit_ids=True)
+    needed = {row["id"] for row in lean if "input_ids" in row}
+    assert report.num_ids_needed == len(needed)
+    # A random byte-level model writes broken UTF-8, which is not the same bytes as text.
+    assert needed == {row["id"] for row in full if "\ufffd" in row["messages"][1]["content"]}
+    for row, whole in zip(lean, full, strict=True):
+        if "input_ids" in row:
+            assert row["input_ids"] == whole["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("words", "num_supervised"),
+    [
+        ([[10, 11, 12, 2], [13, 14, 2]], 7),
+        ([[10, BROKEN, 12, 2], [13, 14, 2]], 3),
+    ],
+)
+def test_every_turn_is_answered_on_top_of_the_new_answers(
+    words: list[list[int]], num_supervised: int, template: ChatTemplate, tmp_path: Path
+) -> None:
+    broken = next(i for i in range(4, 260) if template.decode([i]) == "\ufffd")
+    words = [[broken if i == BROKEN else i for i in ids] for ids in words]
+
+    class Scripted:
+        """Says `words`, since a random target hardly ever ends its turn."""
+
+        eos_ids = frozenset({2})
+        asked: ClassVar[list[list[int]]] = []
+
+        def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Answer]:
+            self.asked.extend(map(list, prompts))
+            return [Answer(tuple(words[len(self.asked) - 1]), "stop")]
+
+    turns = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "not the target's"},
+        {"role": "user", "content": "two"},
+        {"role": "assistant", "content": "nor this"},
+    ]
+    data = write_jsonl(tmp_path / "p.jsonl", [{"messages": turns}])
+    generator = Scripted()
+    rows, report = run(generator, template, data, tmp_path / "o.jsonl")
+    messages = rows[0]["messages"]
+    said = [template.decode(ids[:-1]) for ids in words]
+    expected = [*turns[:2], {**turns[2], "content": said[0]}, turns[3]]
+    assert messages == [*expected, {**turns[4], "content": said[1]}]
+    assert template.decode(generator.asked[1]) == (
+        "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in expected)
+        + "<|im_start|>assistant\n"
+    )
+    assert rows[0]["input_ids"] == generator.asked[1] + words[1]
+    assert sum(rows[0]["loss_mask"]) == num_supervised
+    assert report.num_unsupervised_turns == (num_supervised == 3)
+    assert report.finish_reasons == {"stop": 2}
+
+
+def parse(messages: list[dict[str, str]]) -> Conversation:
+    conversation = parse_prompt({"messages": messages})
+    assert isinstance(conversation, Conversation)
+    return conversation
+
+
+def test_turns_behind_an_unfinished_answer_are_counted(
+    generator: LocalGenerator, template: ChatTemplate, tmp_path: Path
+) -> None:
+    turns = [{"role": "user", "content": word} for word in ("one", "two")]
+    answers = [{"role": "assistant", "content": "x"}] * 2
+    row = {"messages": [turns[0], answers[0], turns[1], answers[1]]}
+    rows, report = run(
+        generator,
+        template,
+        write_jsonl(tmp_path / "p.jsonl", [row]),
+        tmp_path / "o.jsonl",
+        sampling=Sampling(max_new_tokens=1),
+    )
+    assert rows[0]["finish_reason"] == "length"
+    assert [m["role"] for m in rows[0]["messages"]] == ["user", "assistant"]
+    assert report.num_turns_left_out == 1
+
+
+def test_the_same_command_goes_on_where_it_was_killed(
+    generator: LocalGenerator, template: ChatTemplate, tmp_path: Path
+) -> None:
+    data = prompts(tmp_path / "p.jsonl", 10)
+    whole, _ = run(generator, template, data, tmp_path / "whole.jsonl")
+    out = tmp_path / "torn.jsonl"
+    lines = (tmp_path / "whole.jsonl").read_bytes().splitlines(keepends=True)
+    out.write_bytes(b"".join(lines[:4]) + lines[4][:37])
+    resumed, report = run(generator, template, data, out)
+    assert (report.num_present, report.num_answered) == (4, 6)
+    assert sorted(resumed, key=lambda row: row["id"]) == sorted(whole, key=lambda row: row["id"])
+    again, report = run(generator, template, data, out)
+    assert (again, report.num_answered) == (resumed, 0)
+
+
+def test_sigkill_loses_no_answer_that_was_written(
+    template: ChatTemplate, generator: LocalGenerator, tiny_target: Path, tmp_path: Path
+) -> None:
+    data, out = prompts(tmp_path / "p.jsonl", 24), tmp_path / "o.jsonl"
+    config = tmp_path / "cache.toml"
+    config.write_text(
+        f'[cache]\npath = "{tmp_path}/c"\n[target]\npath = "{tiny_target}"\ndtype = "float32"\n'
+        f'[data]\nsources = ["{data}"]\nmax_length = 256\n'
+    )
+    command = [
+        *(sys.executable, "-m", "cache_builder", "regenerate", "--config", str(config)),
+        *(str(data), "-o", str(out), "--max-new-tokens", "12", "--batch-size", "2"),
+    ]
+    process = subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.DEVNULL)
+    while not out.exists() or out.read_bytes().count(b"\n") < 4:
+        assert process.poll() is None
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    kept = out.read_bytes().split(b"\n")[:4]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert out.read_bytes().split(b"\n")[:4] == kept
+    reference, _ = run(generator, template, data, tmp_path / "reference.jsonl")
+    found = {row["id"]: row["input_ids"] for row in map(json.loads, out.read_text().splitlines())}
+    assert found == {row["id"]: row["input_ids"] for row in reference}
+
+
+def test_answers_of_other_settings_are_not_mixed(
+    generator: LocalGenerator, template: ChatTemplate, tmp_path: Path
+) -> None:
+    data, out = prompts(tmp_path / "p.jsonl", 2), tmp_path / "o.jsonl"
+    run(generator, template, data, out)
+    before = out.read_bytes()
+    with pytest.raises(DataError, match=r"'max_new_tokens': 12.*'max_new_tokens': 13"):
+        run(generator, template, data, out, sampling=Sampling(max_new_tokens=13))
+    with pytest.raises(DataError, match=r"p\.jsonl:1: not a row that"):
+        run(generator, template, data, data)
+    assert out.read_bytes() == before
+
+
+def test_sampling_draws_the_same_again_and_other_answers_for_another_seed(
+    generator: LocalGenerator, template: ChatTemplate, tmp_path: Path
+) -> None:
+    data = prompts(tmp_path / "p.jsonl", 4)
+
+    def ids(name: str, seed: int) -> list[list[int]]:
+        sampling = Sampling(max_new_tokens=12, temperature=1.0, top_p=0.9, seed=seed)
+        rows, _ = run(generator, template, data, tmp_path / name, sampling=sampling)
+        return [row["input_ids"] for row in rows]
+
+    assert ids("a", 0) == ids("b", 0) != ids("c", 1)
+
+
+def test_rows_that_cannot_be_asked_are_counted_by_reason(
+    generator: LocalGenerator, template: ChatTemplate, tmp_path: Path
+) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": "hello"},
+        {"prompt": "hello", "response": "the same prompt"},
+        {"messages": [{"role": "system", "content": "no user"}]},
+        {"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]},
+        {"text": "a page"},
+        {"prompt": "long " * 60},
+    ]
+    made, report = run(
+        generator, template, write_jsonl(tmp_path / "p.jsonl", rows), tmp_path / "o.jsonl"
+    )
+    assert [row["messages"][0]["content"] for row in made] == ["hello"]
+    assert report.num_duplicates == 1
+    assert report.dropped == {
+        DropReason.NO_USER_TURN: 1,
+        DropReason.TOOL_RESULT: 1,
+        DropReason.UNKNOWN_SHAPE: 1,
+        "too_long": 1,
+    }
+
+
+def test_a_prompt_keeps_what_is_asked_and_drops_what_was_answered() -> None:
+    conversation = parse(
+        [
+            {"role": "assistant", "content": "how can I help?"},
+            {"role": "user", "content": "a"},
+            {"role": "user", "content": "b"},
+            {"role": "assistant", "content": "c"},
+            {"role": "user", "content": "d"},
+        ]
+    )
+    assert [(m.role, m.content) for m in conversation.messages] == [
+        ("user", "a"),
+        ("user", "b"),
+        ("assistant", ""),
+        ("user", "d"),
+        ("assistant", ""),
+    ]
+    assert isinstance(parse_prompt({"messages": []}), Drop)
