@@ -45,8 +45,10 @@ class StoredFile:
     sha256: str
 
     def __post_init__(self) -> None:
-        if not 0 <= self.size <= _MAX_SIZE:
-            raise ValueError(f"size must lie in 0..2^63 - 1, got {self.size}")
+        if self.size < 0:
+            raise ValueError(f"size must not be negative, got {self.size}")
+        if self.size > _MAX_SIZE:
+            raise ValueError("size must be below 2^63")
         _check_digest(self.sha256, "sha256")
 
 
