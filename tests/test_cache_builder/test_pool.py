@@ -294,7 +294,7 @@ def test_a_worker_that_dies_when_it_is_ready_costs_nothing(has_other: bool) -> N
         pytest.param(WorkersConfig(devices="cpu", threads=3), 100, 99, 2, id="three-cores-each"),
         pytest.param(WorkersConfig(devices="cpu", threads=9), 100, 99, 1, id="more-than-cores"),
         pytest.param(WorkersConfig(devices="cpu"), 100, 3, 3, id="no-more-than-shards"),
-        pytest.param(WorkersConfig(devices="cpu"), 4, 99, 3, id="memory"),
+        pytest.param(WorkersConfig(devices="cpu"), 3, 99, 3, id="memory"),
         pytest.param(WorkersConfig(devices="cpu"), 0, 99, 1, id="never-none"),
         pytest.param(WorkersConfig(devices="cpu", num_workers=5), 0, 99, 5, id="as-asked"),
         pytest.param(WorkersConfig(devices=("cuda:0", "cuda:1")), 0, 99, 2, id="a-gpu-each"),
