@@ -266,6 +266,7 @@ def _member(name: str, serve: Callable[[Connection], None]) -> _Member:
     return _Member(name, process, ours)
 
 
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # the children touch no lock
 @pytest.mark.parametrize("has_other", [True, False])
 def test_a_worker_that_dies_when_it_is_ready_costs_nothing(has_other: bool) -> None:
     """It is gone when the first shard is sent to it: a broken pipe, not a message."""
