@@ -21,16 +21,19 @@ _WORKER_BYTES = 1 << 30
 def pick_devices(config: WorkersConfig, *, num_shards: int, target_path: Path) -> list[str]:
     """One entry per worker.
 
-    By default every GPU gets one; without a GPU there are as many as the cores hold at
-    `config.threads` each, and as the free memory holds copies of the target. There are never more
-    than shards to capture, and always one.
+    By default every GPU, or every entry of `config.devices`, gets one; on the CPU there are as many
+    as the cores hold at `config.threads` each, and as the free memory holds copies of the target.
+    There are never more than shards to capture, and always one.
     """
     if config.devices == "auto":
         names = [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
     else:
         names = ["cpu"] if config.devices == "cpu" else list(config.devices)
+    is_listed = isinstance(config.devices, tuple)
     count = config.num_workers or (
-        _cpu_workers(config.threads, target_path) if names == ["cpu"] else len(names)
+        _cpu_workers(config.threads, target_path)
+        if names == ["cpu"] and not is_listed
+        else len(names)
     )
     return [names[i % len(names)] for i in range(max(1, min(count, num_shards)))]
 

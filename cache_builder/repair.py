@@ -39,7 +39,8 @@ from shared.storage import LocalStorage
 
 logger = logging.getLogger(__name__)
 
-_IRREPLACEABLE = ("description", "head", "calibration")
+_IRREPLACEABLE = ("description", "manifest", "head", "calibration")
+"""A manifest that could be put back was, before these are asked for."""
 
 
 def repair(config: BuildConfig, *, drop_lost: bool = False) -> list[str]:

@@ -87,7 +87,7 @@ class ShardRecord:
 
     batch_tokens: int | None = None
     """Tokens of one forward, padding included, when it was captured. In bfloat16 they decide how
-    sums round, and so the bits of the states; None where samples of several captures lie together.
+    sums round, and so the bits of the states; None in a shard that was rewritten without a capture.
     """
 
     threads: int | None = None

@@ -299,6 +299,7 @@ def test_a_worker_that_dies_when_it_is_ready_costs_nothing(has_other: bool) -> N
         pytest.param(WorkersConfig(devices="cpu"), 0, 99, 1, id="never-none"),
         pytest.param(WorkersConfig(devices="cpu", num_workers=5), 0, 99, 5, id="as-asked"),
         pytest.param(WorkersConfig(devices=("cuda:0", "cuda:1")), 0, 99, 2, id="a-gpu-each"),
+        pytest.param(WorkersConfig(devices=("cpu",)), 100, 99, 1, id="as-listed"),
     ],
 )
 def test_the_number_of_workers(
