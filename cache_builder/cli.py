@@ -22,10 +22,25 @@ def main() -> None:
     """
 
 
+_workers_option = click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    help="Processes, each with the target in its memory. Default: one per GPU; without a GPU, as "
+    "many as cores (by workers.threads) and memory hold. Any number gives the same cache.",
+)
+
+
 @main.command()
 @cli.config_options
-@click.option("--workers", type=click.IntRange(min=1), help="Processes; default: one per GPU.")
-def build(path: Path, overrides: tuple[str, ...], workers: int | None) -> None:
+@_workers_option
+@click.option(
+    "--retry-quarantined",
+    is_flag=True,
+    help="Capture again the samples whose states could not be used before.",
+)
+def build(
+    path: Path, overrides: tuple[str, ...], workers: int | None, retry_quarantined: bool
+) -> None:
     """Build a cache; or resume it, or add what is new in the data.
 
     Stopped at any moment, the same command goes on from the shards that are committed. Building
@@ -34,11 +49,16 @@ def build(path: Path, overrides: tuple[str, ...], workers: int | None) -> None:
     from cache_builder.build import build as build_cache
     from cache_builder.inspect import inspect_cache, rows
 
-    settings = config.load(BuildConfig, path, overrides)
-    if workers is not None:
-        settings = replace(settings, workers=replace(settings.workers, num_workers=workers))
-    build_cache(settings)
+    settings = _load(path, overrides, workers)
+    build_cache(settings, retry_quarantined=retry_quarantined)
     cli.print_table(rows(inspect_cache(settings.cache.path)))
+
+
+def _load(path: Path, overrides: tuple[str, ...], workers: int | None) -> BuildConfig:
+    settings = config.load(BuildConfig, path, overrides)
+    if workers is None:
+        return settings
+    return replace(settings, workers=replace(settings.workers, num_workers=workers))
 
 
 @main.command()
@@ -115,7 +135,8 @@ def verify(
     with tqdm(desc="verify", unit="shard", disable=None) as bar:
         problems = verify_cache(cache, deep=deep, progress=lambda done: bar.update(done - bar.n))
     report = None
-    if num_samples is not None and target is not None:
+    is_open = not any(problem.piece in ("description", "manifest", "index") for problem in problems)
+    if num_samples is not None and target is not None and is_open:
         report = recapture(cache, target, num_samples, seed=seed)
         problems += report.problems
     if as_json:
@@ -123,6 +144,8 @@ def verify(
         cli.print_json(facts | ({"recapture": report.to_dict()} if report else {}))
     elif report:
         cli.print_table(rows(report))
+    if problems and problems[0].piece == "description":
+        raise CacheError(problems[0].message)
     for problem in problems[:8]:
         click.echo(problem.message, err=True)
     if problems and all(problem.kind == "differs" for problem in problems):
@@ -146,11 +169,16 @@ def verify(
     is_flag=True,
     help="Let go of damaged shards that no plan on disk has; build again afterwards.",
 )
-def repair(path: Path, overrides: tuple[str, ...], drop_lost: bool) -> None:
-    """Capture the damaged and missing shards anew, and nothing else."""
-    from cache_builder.build import repair as repair_cache
+@_workers_option
+def repair(path: Path, overrides: tuple[str, ...], drop_lost: bool, workers: int | None) -> None:
+    """Make a damaged cache whole, and change nothing else.
 
-    repaired = repair_cache(config.load(BuildConfig, path, overrides), drop_lost=drop_lost)
+    Index and manifest are made again from what is in the cache. Damaged and missing shards are
+    captured anew, with the batches and threads they were captured with.
+    """
+    from cache_builder.repair import repair as repair_cache
+
+    repaired = repair_cache(_load(path, overrides, workers), drop_lost=drop_lost)
     click.echo(f"{len(repaired)} shards captured anew" + "".join(f"\n  {i}" for i in repaired))
 
 

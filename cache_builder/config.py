@@ -8,6 +8,19 @@ from pathlib import Path
 from typing import Literal
 
 
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """How the target is run. In bfloat16 on a CPU both decide how sums round: other values give
+    other bits of the same states. A plan has them, so that every capture of its shards is alike.
+    """
+
+    batch_tokens: int
+    """Tokens of one forward, padding included."""
+
+    threads: int
+    """CPU threads of one worker; nothing on a GPU."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheConfig:
     path: Path
@@ -119,14 +132,23 @@ class PlanConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkersConfig:
     devices: Literal["auto", "cpu"] | tuple[str, ...] = "auto"
-    """`auto`: one worker per GPU, or the CPU. Or a list such as ["cuda:0", "cuda:1"]."""
+    """`auto`: all GPUs, or the CPU. Or a list such as ["cuda:0", "cuda:1"]."""
 
     num_workers: int = 0
-    """Processes; 0 takes one per device. One worker runs inside the calling process."""
+    """Processes, each with the target in its memory; 0 takes one per GPU, or on a CPU as many as
+    its cores and memory hold. Never more than shards. One worker runs inside the calling process.
+    """
+
+    threads: int = 1
+    """CPU threads of one worker's forward. Many workers of one thread are faster than one of many,
+    as long as memory holds a copy of the target for each. In bfloat16 other values give other bits.
+    """
 
     def __post_init__(self) -> None:
         if self.num_workers < 0:
             raise ValueError(f"num_workers must not be negative, got {self.num_workers}")
+        if self.threads <= 0:
+            raise ValueError(f"threads must be positive, got {self.threads}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,3 +160,8 @@ class BuildConfig:
     capture: CaptureConfig = field(default_factory=CaptureConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     workers: WorkersConfig = field(default_factory=WorkersConfig)
+
+    @property
+    def forward(self) -> Forward:
+        """What decides the bits of bfloat16 states besides the capture spec."""
+        return Forward(self.capture.batch_tokens, self.workers.threads)

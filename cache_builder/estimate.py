@@ -5,15 +5,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from cache_builder.build import create_directories, describe_capture, pick_devices
-from cache_builder.config import BuildConfig
+from cache_builder.config import BuildConfig, Forward
 from cache_builder.corpus import TokenizedSample
+from cache_builder.description import create_directories, describe_capture
+from cache_builder.devices import pick_devices
 from cache_builder.plan import Plan, PlanWriter
 from cache_builder.planning import committed_samples, make_plan
 from cache_builder.space import free_bytes
 from cache_builder.target import resolve_target
 from cache_builder.tokens import load_template
-from cache_builder.worker import Job, Worker
+from cache_builder.worker import Job, Task, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,8 @@ def estimate(config: BuildConfig) -> dict[str, Any]:
     template = load_template(target_path, config.data)
     spec = describe_capture(config, target_path, template)
     path = config.cache.path
-    known = committed_samples(path)
+    known, quarantined = committed_samples(path)
+    known |= {bytes.fromhex(sample_id) for sample_id in quarantined}  # as a build does
     parent = next(p for p in path.absolute().parents if p.is_dir())
     with tempfile.TemporaryDirectory(prefix=".estimate-", dir=parent) as name:
         scratch = Path(name) / "cache"
@@ -44,26 +46,29 @@ def estimate(config: BuildConfig) -> dict[str, Any]:
         plan = make_plan(config, spec, template, plans=scratch / "all", key="estimate", known=known)
         if not len(plan):
             return {"num_samples": 0, "num_tokens": 0, "needed_bytes": 0, "fits": True}
-        sample = _sample_plan(plan, scratch / "some")
-        device = pick_devices(config)[0]
+        sample = _sample_plan(plan, scratch / "some", config.forward)
+        devices = pick_devices(
+            config.workers, num_shards=len(plan.shard_ids), target_path=target_path
+        )
         job = Job(
             cache=scratch,
             plan=sample.directory,
             spec=spec,
             target_path=target_path,
             target=config.target,
-            batch_tokens=config.capture.batch_tokens,
             min_free_bytes=0,
         )
-        worker = Worker(job, device)
+        worker = Worker(job, devices[0])
         prepared = worker.prepare()
         done = [
-            worker.capture(shard_id, prepared.calibration, lambda tokens: None)
+            worker.capture(
+                Task(shard_id, sample.forward), prepared.calibration, lambda tokens: None
+            )
             for shard_id in sample.shard_ids
         ]
     sampled = sum(record.num_tokens for record, _ in done)
     bytes_per_token = sum(record.stored_bytes for record, _ in done) / sampled
-    rate = sampled / sum(timing.total for _, timing in done) * len(pick_devices(config))
+    rate = sampled / sum(timing.total for _, timing in done) * len(devices)
     needed = bytes_per_token * plan.num_tokens
     free = free_bytes(path)
     return {
@@ -80,11 +85,11 @@ def estimate(config: BuildConfig) -> dict[str, Any]:
         "fits": needed + config.cache.min_free_bytes <= free,
         "tokens_per_second": rate,
         "hours": plan.num_tokens / rate / 3600,
-        "devices": pick_devices(config),
+        "devices": devices,
     }
 
 
-def _sample_plan(plan: Plan, plans: Path) -> Plan:
+def _sample_plan(plan: Plan, plans: Path, forward: Forward) -> Plan:
     """A plan of some samples of `plan`, spread evenly over the lengths."""
     writer = PlanWriter(plans, "0001")
     try:
@@ -94,7 +99,7 @@ def _sample_plan(plan: Plan, plans: Path) -> Plan:
             writer.add(
                 TokenizedSample(planned.token_ids, planned.loss_mask, source, file, row, None)
             )
-        return writer.commit(key="sample", shard_tokens=_SAMPLE_TOKENS, report={})
+        return writer.commit(key="sample", forward=forward, shard_tokens=_SAMPLE_TOKENS, report={})
     finally:
         writer.discard()
 

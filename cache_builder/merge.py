@@ -107,7 +107,7 @@ def _require_mergeable(cache: Cache, other: Cache) -> None:
 
 def _select(cache: Cache, others: Sequence[Cache]) -> tuple[list[Selection], int]:
     """What is new in `others`, shard by shard, and how many samples are not."""
-    known = committed_samples(cache.path)
+    known, _ = committed_samples(cache.path)
     selections, num_seen = [], 0
     for other in others:
         wanted = {row.tobytes() for row in other.index.sample_ids} - known

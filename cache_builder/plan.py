@@ -4,8 +4,9 @@ A plan is written once, before anything is captured, and never changed; a resume
 back. Samples are planned by id, so that no order, rank or count of workers can lose one.
 """
 
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,29 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from cache_builder.config import Forward
 from cache_builder.corpus import TokenizedSample
-from shared.cache import RECORDS
+from cache_builder.retirement import recorded_shards
 from shared.errors import CacheError
-from shared.files import commit_directory, read_json, remove_tree, sha256_file, write_json, writing
+from shared.files import (
+    canonical_json,
+    commit_directory,
+    read_json,
+    remove_tree,
+    sha256_bytes,
+    sha256_file,
+    write_json,
+    writing,
+)
 from shared.shard import SAMPLE_ID_BYTES
 
 _DESCRIPTION = "plan.json"
+_OWN_DIGEST = "sha256"
+_DAMAGED = (
+    "The plan is damaged or of another version. Its committed shards are not affected: delete its "
+    "directory, and a build plans anew what is missing."
+)
+_PLAN_ID = re.compile(r"[0-9]{4,}")
 _TOKENS = "token_ids.i32"
 _MASK = "loss_mask.u8"
 _SAMPLES = "samples.safetensors"
@@ -90,7 +107,7 @@ class Plan:
             CacheError: it is damaged.
         """
         self.directory = directory
-        self.description: dict[str, Any] = read_json(directory / _DESCRIPTION)
+        self.description = _read_description(directory)
         self.plan_id = directory.name
         try:
             files = self.description["files"]
@@ -98,18 +115,19 @@ class Plan:
                 if (found := sha256_file(directory / name)) != files[name]:
                     raise CacheError(
                         f"{directory / name}: expected sha256 {files[name][:16]}, found "
-                        f"{found[:16]}. The plan is damaged."
+                        f"{found[:16]}. {_DAMAGED}"
                     )
             arrays = load_file(directory / _SAMPLES)
             if {name: array.dtype for name, array in arrays.items()} != {
                 name: np.dtype(kind) for name, kind in _ARRAYS.items()
             }:
-                raise CacheError(f"{directory / _SAMPLES}: not the arrays of a plan.")
+                raise CacheError(f"{directory / _SAMPLES}: not the arrays of a plan. {_DAMAGED}")
+            self.key = str(self.description["key"])
+            self.sources = tuple(self.description["sources"])
+            self.forward = Forward(**self.description["forward"])
         except (OSError, KeyError, TypeError, SafetensorError) as error:
-            raise CacheError(f"{directory}: the plan is damaged ({error}).") from error
+            raise CacheError(f"{directory}: not a plan ({error!r}). {_DAMAGED}") from error
         self._arrays = arrays
-        self.key = str(self.description["key"])
-        self.sources = tuple(self.description["sources"])
         self._token_ids = np.memmap(directory / _TOKENS, np.int32, "r") if len(self) else None
         self._loss_mask = np.memmap(directory / _MASK, np.uint8, "r") if len(self) else None
 
@@ -167,6 +185,22 @@ class Plan:
         return [int(position) for position in self._arrays["order"][ranks]]
 
 
+def _read_description(directory: Path) -> dict[str, Any]:
+    """The fields of `plan.json`, compared with their digest."""
+    fields = read_json(directory / _DESCRIPTION)
+    digest = fields.pop(_OWN_DIGEST, None) if isinstance(fields, dict) else None
+    try:
+        found = sha256_bytes(canonical_json(fields))
+    except ValueError:  # NaN
+        found = "no digest"
+    if digest != found:
+        raise CacheError(
+            f"{directory / _DESCRIPTION}: states sha256 {str(digest)[:16]}, its fields have "
+            f"{found[:16]}. {_DAMAGED}"
+        )
+    return dict(fields)
+
+
 class PlanWriter:
     """Collects tokenized samples on disk and turns them into a plan. Memory: 60 bytes a sample."""
 
@@ -207,6 +241,7 @@ class PlanWriter:
         self,
         *,
         key: str,
+        forward: Forward,
         report: dict[str, Any],
         shard_tokens: int = 0,
         shard_sizes: Sequence[int] | None = None,
@@ -237,22 +272,22 @@ class PlanWriter:
             arrays["shard_offsets"] = np.cumsum([0, *shard_sizes], dtype=np.int64)
         with writing(self._wip):
             save_file(arrays, self._wip / _SAMPLES)
-            write_json(
-                self._wip / _DESCRIPTION,
-                {
-                    "key": key,
-                    "sources": list(self._sources),
-                    "corpus_files": list(self._files),
-                    "num_samples": len(self),
-                    "num_tokens": int(lengths.sum()),
-                    "num_shards": len(arrays["shard_offsets"]) - 1,
-                    "shard_tokens": shard_tokens,
-                    "report": report,
-                    "files": {
-                        name: sha256_file(self._wip / name) for name in (_TOKENS, _MASK, _SAMPLES)
-                    },
+            fields = {
+                "key": key,
+                "forward": asdict(forward),
+                "sources": list(self._sources),
+                "corpus_files": list(self._files),
+                "num_samples": len(self),
+                "num_tokens": int(lengths.sum()),
+                "num_shards": len(arrays["shard_offsets"]) - 1,
+                "shard_tokens": shard_tokens,
+                "report": report,
+                "files": {
+                    name: sha256_file(self._wip / name) for name in (_TOKENS, _MASK, _SAMPLES)
                 },
-            )
+            }
+            digest = sha256_bytes(canonical_json(fields))
+            write_json(self._wip / _DESCRIPTION, {**fields, _OWN_DIGEST: digest})
             commit_directory(self._wip, self._target)
         return Plan(self._target)
 
@@ -273,12 +308,13 @@ def find_plans(plans: Path) -> list[Path]:
     if not plans.is_dir():
         return []
     return sorted(
-        (path for path in plans.iterdir() if path.name.isdigit()), key=lambda path: int(path.name)
+        (path for path in plans.iterdir() if _PLAN_ID.fullmatch(path.name)),
+        key=lambda path: int(path.name),
     )
 
 
 def next_plan_id(plans: Path) -> str:
     """A number above that of every plan and of every committed shard: no id is used twice."""
     used = [path.name for path in find_plans(plans)]
-    used += [path.name.partition("-")[0] for path in (plans.parent / RECORDS).glob("*.json")]
+    used += [shard_id.partition("-")[0] for shard_id in recorded_shards(plans.parent)]
     return f"{max(map(int, used), default=0) + 1:04d}"

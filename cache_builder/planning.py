@@ -10,6 +10,7 @@ from cache_builder.commit import committed_shards, read_record
 from cache_builder.config import BuildConfig
 from cache_builder.corpus import CorpusReader, read_corpus
 from cache_builder.plan import Plan, PlanWriter, find_plans, next_plan_id
+from cache_builder.quarantine import quarantined_samples
 from cache_builder.report import UNKNOWN_MODEL, CorpusReport
 from cache_builder.sources import find_files
 from cache_builder.template import ChatTemplate
@@ -23,13 +24,21 @@ from shared.storage import LocalStorage
 logger = logging.getLogger(__name__)
 
 
-def find_or_make_plan(config: BuildConfig, spec: CaptureSpec, template: ChatTemplate) -> Plan:
+def find_or_make_plan(
+    config: BuildConfig,
+    spec: CaptureSpec,
+    template: ChatTemplate,
+    *,
+    retry_quarantined: bool = False,
+) -> Plan:
     """The plan for these data: the one on disk if they have not changed, else a new one.
 
-    A new plan holds the samples that are not committed yet.
+    A new plan holds the samples that are not committed yet, but for the quarantined ones;
+    `retry_quarantined` makes a new plan if there are any, and puts them in it.
 
     Raises:
         DataError: the data cannot be used.
+        CacheError: a plan on disk is damaged.
     """
     plans = config.cache.path / PLANS
     sources = config.data.tagged_sources
@@ -41,16 +50,29 @@ def find_or_make_plan(config: BuildConfig, spec: CaptureSpec, template: ChatTemp
                 "data": configs.to_dict(replace(config.data, sources=("-",))),
                 "files": [[tag, sha256_file(file)] for tag, file in files],
                 "shard_mib": config.plan.shard_mib,
+                # With others, what is missing is planned anew: a plan's shards are all alike.
+                "forward": configs.to_dict(config.forward),
             }
         )
     )
+    if retry_quarantined:
+        known, quarantined = committed_samples(config.cache.path)
+        if quarantined:
+            logger.info("%d quarantined samples are tried again", len(quarantined))
+            return make_plan(config, spec, template, plans=plans, key=key, known=known)
     committed = committed_shards(config.cache.path)
     for age, directory in enumerate(reversed(find_plans(plans))):
         plan = Plan(directory)
         # What an older plan left undone, a newer one may have done under other shards.
         if plan.key == key and (age == 0 or committed.issuperset(plan.shard_ids)):
             return plan
-    known = committed_samples(config.cache.path)
+    known, quarantined = committed_samples(config.cache.path)
+    if quarantined:
+        logger.warning(
+            "%d quarantined samples are left out; --retry-quarantined tries them again",
+            len(quarantined),
+        )
+        known |= {bytes.fromhex(sample_id) for sample_id in quarantined}
     return make_plan(config, spec, template, plans=plans, key=key, known=known)
 
 
@@ -77,6 +99,7 @@ def make_plan(
         logger.info("%d samples are new, %d are in the cache already", len(writer), num_known)
         return writer.commit(
             key=key,
+            forward=config.forward,
             shard_tokens=max(1, int(config.plan.shard_mib * 2**20) // spec.raw_bytes_per_token),
             report={**corpus.report.to_dict(), "already_cached": num_known},
         )
@@ -98,19 +121,23 @@ def open_corpus(config: BuildConfig, spec: CaptureSpec, template: ChatTemplate) 
     )
 
 
-def committed_samples(path: Path) -> set[bytes]:
-    """Ids of the samples in the committed shards of the cache at `path`, published or not."""
+def committed_samples(path: Path) -> tuple[set[bytes], dict[str, str]]:
+    """What the committed shards of the cache at `path` hold, published or not.
+
+    Returns:
+        The ids of the samples in them, and id to reason of those that are quarantined.
+    """
     shard_ids = committed_shards(path)
     if not shard_ids:
-        return set()
+        return set(), {}
     storage = LocalStorage(path)
     spec = CaptureSpec.from_dict(read_description(storage)["spec"], f"{path}/{DESCRIPTION}")
     known: set[bytes] = set()
-    for shard_id in sorted(shard_ids):
-        record, _ = read_record(path, shard_id)
+    records = [read_record(path, spec, shard_id)[0] for shard_id in sorted(shard_ids)]
+    for record in records:
         reader = ShardReader(storage, record, spec)
         known |= {row.tobytes() for row in reader.arrays["sample_ids"]}
-    return known
+    return known, quarantined_samples(records, known)
 
 
 def _log_corpus(report: CorpusReport, template: ChatTemplate) -> None:

@@ -2,16 +2,16 @@
 
 import logging
 import multiprocessing
-import os
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from cache_builder.capture import Timing
-from cache_builder.worker import Job, Prepared, Worker, serve
+from cache_builder.worker import Job, Prepared, Task, Worker, serve
 from shared.errors import CaptureError, DraftCacheError
 from shared.manifest import ShardRecord
 
@@ -19,6 +19,12 @@ logger = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS = 2
 """A shard that took down this many workers is given up."""
+
+_TICK_SECONDS = 1.0
+
+
+def _ignore(*arguments: object) -> None:
+    pass
 
 
 @dataclass(slots=True)
@@ -28,10 +34,19 @@ class Events:
     on_prepared: Callable[[Prepared], None]
     """Called once, before the first shard; writes what readers need of the target."""
 
-    on_progress: Callable[[str, int], None]
-    """Worker name and tokens."""
+    on_started: Callable[[str, str], None] = _ignore
+    """Worker name and the shard it begins."""
 
-    on_committed: Callable[[str, ShardRecord, Timing], None]
+    on_progress: Callable[[str, int], None] = _ignore
+    """Worker name and tokens; negative where a shard begins anew."""
+
+    on_committed: Callable[[str, ShardRecord, Timing], None] = _ignore
+
+    on_died: Callable[[str], None] = _ignore
+    """Worker name. What it told of its shard does not count."""
+
+    on_tick: Callable[[], None] = _ignore
+    """About once a second, whatever the workers do."""
 
 
 @dataclass(slots=True)
@@ -39,8 +54,9 @@ class _Member:
     name: str
     process: BaseProcess
     connection: Connection
-    shard_id: str | None = None
+    task: Task | None = None
     is_ready: bool = False
+    is_preparing: bool = False
 
 
 @dataclass(slots=True)
@@ -51,24 +67,38 @@ class Outcome:
     """Shard ids that were not captured, with the reason."""
 
 
+def worker_names(devices: Sequence[str]) -> list[str]:
+    """What the workers on `devices` are called."""
+    return [f"worker {number} ({device})" for number, device in enumerate(devices)]
+
+
 def run_inline(
-    job: Job, device: str, shard_ids: list[str], prepared: Prepared | None, events: Events
+    job: Job, device: str, tasks: Sequence[Task], prepared: Prepared | None, events: Events
 ) -> Outcome:
     """Capture all shards in this process: no spawn, breakpoints work."""
+    (name,) = worker_names([device])
     worker = Worker(job, device)
     if prepared is None:
         prepared = worker.prepare()
         events.on_prepared(prepared)
-    for shard_id in shard_ids:
-        record, timing = worker.capture(
-            shard_id, prepared.calibration, lambda tokens: events.on_progress(device, tokens)
-        )
-        events.on_committed(device, record, timing)
+
+    def progress(tokens: int) -> None:
+        events.on_progress(name, tokens)
+        events.on_tick()
+
+    for task in tasks:
+        events.on_started(name, task.shard_id)
+        record, timing = worker.capture(task, prepared.calibration, progress)
+        events.on_committed(name, record, timing)
     return Outcome()
 
 
 def run_processes(
-    job: Job, devices: list[str], shard_ids: list[str], prepared: Prepared | None, events: Events
+    job: Job,
+    devices: Sequence[str],
+    tasks: Sequence[Task],
+    prepared: Prepared | None,
+    events: Events,
 ) -> Outcome:
     """Capture all shards with one process per entry of `devices`.
 
@@ -76,19 +106,17 @@ def run_processes(
         DraftCacheError: what the first worker that refused to go on raised.
     """
     context = multiprocessing.get_context("spawn")
-    threads = max(1, (os.cpu_count() or 1) // len(devices))
     members: list[_Member] = []
     try:
-        for number, device in enumerate(devices):
+        for name, device in zip(worker_names(devices), devices, strict=True):
             ours, theirs = context.Pipe()
-            name = f"worker {number} ({device})"
             process = context.Process(
-                target=serve, args=(theirs, job, device, threads, name), name=name, daemon=True
+                target=serve, args=(theirs, job, device, name), name=name, daemon=True
             )
             process.start()
             theirs.close()
             members.append(_Member(name, process, ours))
-        return _Dispatcher(members, shard_ids, prepared, events).run()
+        return _Dispatcher(list(members), tasks, prepared, events).run()
     finally:
         for member in members:
             member.connection.close()
@@ -102,22 +130,23 @@ class _Dispatcher:
     def __init__(
         self,
         members: list[_Member],
-        shard_ids: list[str],
+        tasks: Sequence[Task],
         prepared: Prepared | None,
         events: Events,
     ) -> None:
         self._members = members
-        self._todo = deque(shard_ids)
-        self._attempts = dict.fromkeys(shard_ids, 0)
+        self._todo = deque(tasks)
+        self._attempts = {task.shard_id: 0 for task in tasks}
         self._prepared = prepared
-        self._is_preparing = False
         self._events = events
         self._missing: dict[str, str] = {}
+        self._last_words = "no worker was started"
 
     def run(self) -> Outcome:
-        while self._members and (self._todo or any(m.shard_id for m in self._members)):
+        ticked = time.monotonic()
+        while self._members and (self._todo or any(m.task for m in self._members)):
             waiting: dict[Any, _Member] = {m.connection: m for m in self._members}
-            for connection in wait(list(waiting)):
+            for connection in wait(list(waiting), timeout=_TICK_SECONDS):
                 member = waiting[connection]
                 try:
                     message = member.connection.recv()
@@ -126,10 +155,17 @@ class _Dispatcher:
                     continue
                 self._hear(member, message)
             self._hand_out()
-        for shard_id in self._todo:
-            self._missing.setdefault(shard_id, "no worker was left to capture it")
+            if time.monotonic() - ticked > _TICK_SECONDS:
+                self._events.on_tick()
+                ticked = time.monotonic()
+        for task in self._todo:
+            reason = f"no worker was left to capture it: {self._last_words}"
+            self._missing.setdefault(task.shard_id, reason)
         for member in self._members:
-            member.connection.send(("stop",))
+            try:
+                member.connection.send(("stop",))
+            except (BrokenPipeError, ConnectionResetError):
+                logger.warning("%s died after its last shard", member.name)
             member.process.join()
         return Outcome(self._missing)
 
@@ -138,45 +174,55 @@ class _Dispatcher:
             case ("ready",):
                 member.is_ready = True
             case ("prepared", prepared):
-                self._prepared, self._is_preparing = prepared, False
+                self._prepared = prepared
                 self._events.on_prepared(prepared)
-                member.is_ready = True
+                member.is_ready, member.is_preparing = True, False
             case ("progress", tokens):
                 self._events.on_progress(member.name, tokens)
             case ("committed", record, timing):
-                member.shard_id, member.is_ready = None, True
+                member.task, member.is_ready = None, True
                 self._events.on_committed(member.name, record, timing)
             case ("failed", error):
                 raise error if isinstance(error, DraftCacheError) else CaptureError(str(error))
 
     def _hand_out(self) -> None:
-        for member in self._members:
+        for member in list(self._members):  # a dead one leaves the list
             if not member.is_ready or not self._todo:
                 continue
             if self._prepared is None:
-                if not self._is_preparing:
-                    member.is_ready, self._is_preparing = False, True
-                    member.connection.send(("prepare",))
+                if not any(m.is_preparing for m in self._members):
+                    member.is_ready, member.is_preparing = False, True
+                    self._send(member, ("prepare",))
                 continue
-            member.shard_id, member.is_ready = self._todo.popleft(), False
-            self._attempts[member.shard_id] += 1
-            member.connection.send(("capture", member.shard_id, self._prepared.calibration))
+            task = member.task = self._todo.popleft()
+            member.is_ready = False
+            self._attempts[task.shard_id] += 1
+            if self._send(member, ("capture", task, self._prepared.calibration)):
+                self._events.on_started(member.name, task.shard_id)
+
+    def _send(self, member: _Member, request: tuple[Any, ...]) -> bool:
+        """Whether `member` was there to take it; where not, it is buried."""
+        try:
+            member.connection.send(request)
+        except (BrokenPipeError, ConnectionResetError):
+            self._bury(member)
+            return False
+        return True
 
     def _bury(self, member: _Member) -> None:
         """A worker died: its shard goes to the front of the queue, or is given up."""
         self._members.remove(member)
         member.process.join()
-        reason = f"{member.name} died with exit code {member.process.exitcode}"
+        self._last_words = reason = f"{member.name} died with exit code {member.process.exitcode}"
         logger.error(
             "%s; %d workers go on. Exit code -9 usually means out of memory.",
             reason,
             len(self._members),
         )
-        if self._prepared is None:
-            self._is_preparing = False
-        if (shard_id := member.shard_id) is None:
+        self._events.on_died(member.name)
+        if (task := member.task) is None:
             return
-        if self._attempts[shard_id] < _MAX_ATTEMPTS:
-            self._todo.appendleft(shard_id)
+        if self._attempts[task.shard_id] < _MAX_ATTEMPTS:
+            self._todo.appendleft(task)
         else:
-            self._missing[shard_id] = f"{reason}, as did {_MAX_ATTEMPTS - 1} before it"
+            self._missing[task.shard_id] = f"{reason}, as did {_MAX_ATTEMPTS - 1} before it"

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from cache_builder.build import describe_capture
 from cache_builder.commit import committed_shards, discard_uncommitted, publish, read_record
 from cache_builder.config import BuildConfig
 from cache_builder.corpus import CHOSEN_DROPS
+from cache_builder.description import describe_capture
 from cache_builder.lock import builder_lock
 from cache_builder.planning import open_corpus
 from cache_builder.retirement import retire
@@ -113,10 +113,15 @@ def _wanted_samples(
 
 def _select(path: Path, spec: CaptureSpec, wanted: set[bytes]) -> list[Selection]:
     storage, left = LocalStorage(path), set(wanted)
-    selections = [
-        select(storage, read_record(path, shard_id)[0], spec, left)
-        for shard_id in sorted(committed_shards(path))
-    ]
+    selections = []
+    for shard_id in sorted(committed_shards(path)):
+        selection = select(storage, read_record(path, spec, shard_id)[0], spec, left)
+        still = {
+            sample_id: reason
+            for sample_id, reason in selection.quarantined.items()
+            if bytes.fromhex(sample_id) in wanted
+        }
+        selections.append(replace(selection, quarantined=still))
     if not any(len(selection.rows) for selection in selections):
         raise DataError(
             f"{path}: none of its samples is in these data ({len(wanted):,} samples). Look at "

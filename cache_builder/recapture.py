@@ -110,7 +110,7 @@ def _compare(cache: Cache, target: Target, position: int, report: Recapture) -> 
         calibration = cache.calibration(sample.calibration)
         stored_TLD = cache.unpack(sample)
     except CacheError as error:
-        report.problems.append(Problem(shard_id, "damaged", str(error)))
+        report.problems.append(Problem("shard", shard_id, "damaged", str(error)))
         return
     fresh_TLD = target.capture([sample.token_ids])[0].cpu()
     report.num_samples += 1
@@ -126,7 +126,7 @@ def _compare(cache: Cache, target: Target, position: int, report: Recapture) -> 
                 f"{where}: block {report.target_layer_ids[number]} differs from the target's by "
                 f"{100 * distance:.2f} %, at most {100 * allowed:.2f} % is noise and codec"
             )
-            report.problems.append(Problem(shard_id, "differs", message))
+            report.problems.append(Problem("shard", shard_id, "differs", message))
 
 
 def _distances(found_TLD: Tensor, expected_TLD: Tensor) -> list[float]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from shared.cache import GENERATIONS, RECORDS, generation_key, read_manifest, record_key
 from shared.errors import CacheError
 from shared.files import read_json, remove_tree, sync_directory, write_json, writing
-from shared.manifest import Manifest, check_shard_id
+from shared.manifest import Manifest, check_shard_id, is_shard_id
 from shared.shard import GROUP
 from shared.storage import LocalStorage
 
@@ -24,7 +24,22 @@ RETIRED = "retired.json"
 
 def recorded_shards(cache: Path) -> set[str]:
     """Ids of the shards that have a record, retired or not."""
-    return {path.stem for path in (cache / RECORDS).glob("*.json")}
+    return {path.stem for path in (cache / RECORDS).glob("*.json") if _is_record(path)}
+
+
+def foreign_records(cache: Path) -> list[Path]:
+    """What lies among the records and is none: no command reads it or removes it."""
+    if not (cache / RECORDS).is_dir():
+        return []
+    return sorted(
+        path
+        for path in (cache / RECORDS).iterdir()
+        if not _is_record(path) and path.suffix != ".partial"
+    )
+
+
+def _is_record(path: Path) -> bool:
+    return path.suffix == ".json" and is_shard_id(path.stem) and path.is_file()
 
 
 def retired_shards(cache: Path) -> set[str]:

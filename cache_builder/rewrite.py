@@ -79,7 +79,7 @@ def _copy_samples(
             ),
             sources=plan.sources,
             calibration=old.calibration,
-            quarantined={},  # of the old plan; a build tries them again
+            quarantined=selection.quarantined,
         )
     finally:
         writer.close()

@@ -1,7 +1,7 @@
 """Which stored samples a command keeps or adds, and the plan of the shards they become."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cache_builder.commit import committed_shards
+from cache_builder.config import CaptureConfig, Forward, WorkersConfig
 from cache_builder.corpus import TokenizedSample
 from cache_builder.plan import Plan, PlanWriter, next_plan_id
 from cache_builder.retirement import retired_shards
@@ -33,6 +34,9 @@ class Selection:
 
     num_tokens: int
     """Tokens of those rows."""
+
+    quarantined: dict[str, str]
+    """Id to reason of the samples that the shard could not store, and that stay so."""
 
     @property
     def is_whole(self) -> bool:
@@ -59,7 +63,8 @@ def select(
             wanted.remove(sample_id)
             rows.append(row)
     chosen = np.array(rows, np.int64)
-    return Selection(storage, record, chosen, int(np.diff(arrays["sample_offsets"])[chosen].sum()))
+    num_tokens = int(np.diff(arrays["sample_offsets"])[chosen].sum())
+    return Selection(storage, record, chosen, num_tokens, dict(record.quarantined))
 
 
 def require_no_missing_shard(cache: Path) -> None:
@@ -101,6 +106,7 @@ def plan_selections(
                 writer.add(sample)
         return writer.commit(
             key=command,
+            forward=_forward(selections, captured_by),
             report={"copied_from": origins},
             shard_sizes=[len(selection.rows) for selection in selections],
         )
@@ -136,6 +142,14 @@ def _tokenized(
                 f"{sample_id}, its tokens have {sample.sample_id}. Run `cache-builder repair`."
             )
         yield sample
+
+
+def _forward(selections: Sequence[Selection], plans: Mapping[Path, Plan]) -> Forward:
+    """How these samples were captured, where a plan still says so: what a repair should do."""
+    for selection in selections:
+        if (plan := plans.get(_plan_directory(selection))) is not None:
+            return plan.forward
+    return Forward(CaptureConfig().batch_tokens, WorkersConfig().threads)
 
 
 def _open_plans(selections: Sequence[Selection]) -> dict[Path, Plan]:

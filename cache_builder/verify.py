@@ -1,33 +1,70 @@
 """Checking a cache: every piece that should be there is, and is what was written."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from shared.cache import Cache
+from cache_builder.commit import read_record
+from cache_builder.plan import Plan, find_plans
+from cache_builder.retirement import RETIRED, foreign_records, retired_shards
+from shared.cache import (
+    MANIFEST,
+    PLANS,
+    Cache,
+    generation_key,
+    read_description,
+    read_manifest,
+)
 from shared.errors import CacheError
 from shared.files import sha256_file
 from shared.manifest import ShardRecord
 from shared.shard import GROUP
+from shared.spec import CaptureSpec
+from shared.storage import LocalStorage
+
+Piece = Literal[
+    "description",
+    "manifest",
+    "generation",
+    "index",
+    "head",
+    "calibration",
+    "target",
+    "plan",
+    "records",
+    "shard",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One thing that is wrong with a cache."""
 
+    piece: Piece
+    """What of it."""
+
     shard: str | None
     """The shard that must be captured anew; None for a piece of the whole cache."""
 
     kind: str
-    """`missing`, `damaged` or `not_finite`; `differs` if the target gives other states."""
+    """`missing`, `damaged`, `not_finite` or `foreign`; `differs` if the target gives other states.
+    """
 
     message: str
 
+    name: str = ""
+    """Of one plan or file where there are many."""
+
     def to_dict(self) -> dict[str, Any]:
-        return {"shard": self.shard, "kind": self.kind, "message": self.message}
+        return {
+            "piece": self.piece,
+            "shard": self.shard,
+            "kind": self.kind,
+            "message": self.message,
+        }
 
 
 def verify_cache(
@@ -37,19 +74,96 @@ def verify_cache(
 
     Without `deep`: metadata, digests of the small files, and the presence and size of the large
     ones. With it: every byte, and that every state is finite.
-
-    Raises:
-        CacheError: the cache cannot be opened at all.
     """
-    cache = Cache(path)
+    problems = _verify_top(path)
+    if problems:
+        return problems  # without these, nothing else can be told
+    cache = Cache(path, check_index=False)
+    problems = [*_verify_whole(cache), *_verify_builder(path)]
+    for done, shard_id in enumerate(cache.shard_ids, 1):
+        problems += _verify_shard(cache, shard_id, deep=deep)
+        progress(done)
+    return problems
+
+
+def verify_unpublished(path: Path, spec: CaptureSpec, shard_ids: Iterable[str]) -> list[Problem]:
+    """What is wrong with committed shards that no generation has yet: every byte of them."""
+    problems = []
+    for shard_id in sorted(shard_ids):
+        try:
+            problems += _verify_files(path, read_record(path, spec, shard_id)[0], deep=True)
+        except CacheError as error:
+            problems.append(_problem("shard", error, shard=shard_id))
+    return problems
+
+
+def _problem(
+    piece: Piece, error: CacheError, *, shard: str | None = None, name: str = ""
+) -> Problem:
+    kind = "missing" if "missing" in str(error) else "damaged"
+    return Problem(piece, shard, kind, str(error), name)
+
+
+def _verify_top(path: Path) -> list[Problem]:
+    """`cache.json` and `manifest.json`."""
+    storage = LocalStorage(path)
+    try:
+        CaptureSpec.from_dict(read_description(storage)["spec"], str(path))
+    except CacheError as error:
+        return [_problem("description", error)]
+    try:
+        read_manifest(storage)
+        Cache(path, check_index=False)
+    except CacheError as error:
+        return [_problem("manifest", error)]
+    return []
+
+
+def _verify_whole(cache: Cache) -> list[Problem]:
     problems = []
     try:
         cache.head()
     except CacheError as error:
-        problems.append(Problem(None, "damaged", str(error)))
-    for done, shard_id in enumerate(cache.shard_ids, 1):
-        problems += _verify_shard(cache, shard_id, deep=deep)
-        progress(done)
+        problems.append(_problem("head", error))
+    try:
+        cache.calibration(cache.description["calibration"])
+    except CacheError as error:
+        problems.append(_problem("calibration", error))
+    try:
+        _ = cache.index
+    except CacheError as error:
+        problems.append(_problem("index", error))
+    newest = cache.manifest.generation
+    try:
+        same = read_manifest(cache.storage, newest)
+        if same != cache.manifest:
+            key = generation_key(newest, "json")
+            raise CacheError(f"{cache.path}/{key}: it differs from {MANIFEST}. It is damaged.")
+    except CacheError as error:
+        problems.append(_problem("generation", error))
+    for name in cache.target_files:
+        try:
+            cache.target_file(name)
+        except CacheError as error:
+            problems.append(_problem("target", error, name=name))
+    return problems
+
+
+def _verify_builder(path: Path) -> list[Problem]:
+    """What only the builder reads."""
+    problems = []
+    for directory in find_plans(path / PLANS):
+        try:
+            Plan(directory)
+        except CacheError as error:
+            problems.append(_problem("plan", error, name=directory.name))
+    try:
+        retired_shards(path)
+    except CacheError as error:
+        problems.append(_problem("records", error, name=RETIRED))
+    for foreign in foreign_records(path):
+        message = f"{foreign}: not a record of this cache. No command reads it; remove it."
+        problems.append(Problem("records", None, "foreign", message, foreign.name))
     return problems
 
 
@@ -57,13 +171,13 @@ def _verify_shard(cache: Cache, shard_id: str, *, deep: bool) -> list[Problem]:
     try:
         record = cache.record(shard_id)
     except CacheError as error:
-        kind = "missing" if "missing" in str(error) else "damaged"
-        return [Problem(shard_id, kind, str(error))]
-    try:
-        cache.calibration(record.calibration)
-    except CacheError as error:
-        return [Problem(None, "damaged", str(error))]
-    problems = _verify_files(cache, record, deep=deep)
+        return [_problem("shard", error, shard=shard_id)]
+    if record.calibration != cache.description["calibration"]:
+        try:
+            cache.calibration(record.calibration)
+        except CacheError as error:
+            return [_problem("calibration", error)]
+    problems = _verify_files(cache.path, record, deep=deep)
     if problems:
         return problems
     try:
@@ -72,24 +186,24 @@ def _verify_shard(cache: Cache, shard_id: str, *, deep: bool) -> list[Problem]:
             sample = reader.read(row)
             if not bool(torch.isfinite(cache.unpack(sample)).all()):
                 message = f"{cache.path}: shard {shard_id}, sample {sample.sample_id}: not finite"
-                problems.append(Problem(shard_id, "not_finite", message))
+                problems.append(Problem("shard", shard_id, "not_finite", message))
     except CacheError as error:
-        problems.append(Problem(shard_id, "damaged", str(error)))
+        problems.append(Problem("shard", shard_id, "damaged", str(error)))
     return problems
 
 
-def _verify_files(cache: Cache, record: ShardRecord, *, deep: bool) -> list[Problem]:
-    group = cache.path / GROUP / record.shard_id
+def _verify_files(path: Path, record: ShardRecord, *, deep: bool) -> list[Problem]:
+    group = path / GROUP / record.shard_id
     problems = []
     for name, expected in record.files.items():
-        path = group / name
-        where = f"{cache.path}: shard {record.shard_id}, {name}"
-        if not path.is_file():
-            problems.append(Problem(record.shard_id, "missing", f"{where}: missing"))
-        elif (size := path.stat().st_size) != expected.size:
+        file = group / name
+        where = f"{path}: shard {record.shard_id}, {name}"
+        if not file.is_file():
+            problems.append(Problem("shard", record.shard_id, "missing", f"{where}: missing"))
+        elif (size := file.stat().st_size) != expected.size:
             message = f"{where}: expected {expected.size:,} bytes, found {size:,}"
-            problems.append(Problem(record.shard_id, "damaged", message))
-        elif deep and sha256_file(path) != expected.sha256:
+            problems.append(Problem("shard", record.shard_id, "damaged", message))
+        elif deep and sha256_file(file) != expected.sha256:
             message = f"{where}: other bytes than were written"
-            problems.append(Problem(record.shard_id, "damaged", message))
+            problems.append(Problem("shard", record.shard_id, "damaged", message))
     return problems

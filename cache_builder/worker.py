@@ -4,7 +4,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from cache_builder.capture import ShardCapture, Timing
-from cache_builder.config import TargetConfig
+from cache_builder.config import Forward, TargetConfig
 from cache_builder.lock import worker_lock
 from cache_builder.plan import Plan
 from cache_builder.target import Target
@@ -33,6 +34,14 @@ _PARENT_POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
+class Task:
+    """One shard to capture, and how."""
+
+    shard_id: str
+    forward: Forward
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """What every worker of a build needs to know."""
 
@@ -41,7 +50,6 @@ class Job:
     spec: CaptureSpec
     target_path: Path
     target: TargetConfig
-    batch_tokens: int
     min_free_bytes: int
 
 
@@ -69,11 +77,12 @@ class Worker:
         codec = job.spec.build_codec()
         name = None
         if codec.needs_calibration:
-            states = [
-                self._target.capture([self._plan.sample(position).token_ids])[0]
-                for position in self._plan.calibration_positions(_CALIBRATION_TOKENS)
-            ]
-            calibration = codec.calibrate(torch.cat(states))
+            with self._threads(self._plan.forward.threads):
+                states = [
+                    self._target.capture([self._plan.sample(position).token_ids])[0]
+                    for position in self._plan.calibration_positions(_CALIBRATION_TOKENS)
+                ]
+                calibration = codec.calibrate(torch.cat(states))
             assert calibration is not None
             data = calibration_to_bytes(calibration.to("cpu"))
             name = sha256_bytes(data)
@@ -81,7 +90,7 @@ class Worker:
         return Prepared(sha256_bytes(head), name)
 
     def capture(
-        self, shard_id: str, calibration: str | None, progress: Callable[[int], None]
+        self, task: Task, calibration: str | None, progress: Callable[[int], None]
     ) -> tuple[ShardRecord, Timing]:
         job = self._job
         capture = ShardCapture(
@@ -91,16 +100,29 @@ class Worker:
             self._target,
             calibration=read_calibration(LocalStorage(job.cache), calibration, job.spec),
             calibration_name=calibration,
-            batch_tokens=job.batch_tokens,
             min_free_bytes=job.min_free_bytes,
         )
-        return capture.capture(shard_id, progress)
+        with self._threads(task.forward.threads):
+            return capture.capture(task.shard_id, task.forward, progress)
+
+    @contextmanager
+    def _threads(self, count: int) -> Iterator[None]:
+        """Compute on so many CPU threads, however many the process has otherwise."""
+        if self._target.device.type != "cpu":
+            yield
+            return
+        before = torch.get_num_threads()
+        torch.set_num_threads(count)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
 
-def serve(connection: Connection, job: Job, device: str, threads: int, name: str) -> None:
+def serve(connection: Connection, job: Job, device: str, name: str) -> None:
     """Main function of a worker process: answer requests until told to stop.
 
-    Requests: `("prepare",)`, `("capture", shard_id, calibration)`, `("stop",)`.
+    Requests: `("prepare",)`, `("capture", Task, calibration)`, `("stop",)`.
     Replies: `("ready",)`, `("prepared", Prepared)`, `("progress", tokens)`,
     `("committed", ShardRecord, Timing)`, `("failed", error)`.
     """
@@ -108,7 +130,6 @@ def serve(connection: Connection, job: Job, device: str, threads: int, name: str
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
     log.configure(prefix=f"{name}: ")
     keep_freed_memory()
-    torch.set_num_threads(threads)
     with worker_lock(job.cache):
         try:
             worker = Worker(job, device)
@@ -117,16 +138,16 @@ def serve(connection: Connection, job: Job, device: str, threads: int, name: str
                 connection.send(_answer(worker, request, connection))
         except DraftCacheError as error:
             connection.send(("failed", error))
-        except (EOFError, BrokenPipeError):
+        except (EOFError, BrokenPipeError, ConnectionResetError):
             return  # the parent is gone
 
 
 def _answer(worker: Worker, request: tuple[Any, ...], connection: Connection) -> tuple[Any, ...]:
     if request[0] == "prepare":
         return ("prepared", worker.prepare())
-    _, shard_id, calibration = request
+    _, task, calibration = request
     record, timing = worker.capture(
-        shard_id, calibration, lambda tokens: connection.send(("progress", tokens))
+        task, calibration, lambda tokens: connection.send(("progress", tokens))
     )
     return ("committed", record, timing)
 

@@ -1,6 +1,5 @@
 """A cache on disk: its names, and opening one generation of it for reading."""
 
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from shared.errors import (
     CacheNotFoundError,
     ShardCorruptError,
 )
-from shared.files import canonical_json, sha256_bytes
+from shared.files import canonical_json, parse_json, sha256_bytes
 from shared.head import Head
 from shared.index import SampleIndex
 from shared.manifest import Manifest, ShardRecord
@@ -37,6 +36,17 @@ GENERATIONS = "generations"
 CALIBRATIONS = "calibrations"
 PLANS = "plans"
 WIP = "wip"
+
+
+_NONE = type(None)
+_DESCRIPTION_FIELDS: dict[str, tuple[type, ...]] = {
+    "spec": (dict,),
+    "fingerprint": (str,),
+    "head_sha256": (str,),
+    "calibration": (str, _NONE),
+    "target_name": (str,),
+    "target_revision": (str, _NONE),
+}
 
 
 def generation_key(generation: int, suffix: str) -> str:
@@ -60,8 +70,18 @@ def calibration_to_bytes(calibration: Calibration) -> bytes:
 class Cache:
     """One generation of a cache, open for reading. Thread-safe."""
 
-    def __init__(self, path: Path, *, generation: int | None = None, open_shards: int = 64) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        generation: int | None = None,
+        open_shards: int = 64,
+        check_index: bool = True,
+    ) -> None:
         """Open the newest generation, or the one asked for.
+
+        Without `check_index` the index is read when it is first used: what verifies or repairs a
+        cache must be able to open one whose index is lost.
 
         Raises:
             CacheNotFoundError: there is no published cache at `path`.
@@ -81,11 +101,18 @@ class Cache:
                 f"{DESCRIPTION} was changed."
             )
         self.shard_ids = self.manifest.shard_ids
-        self.index = self._read_index()
+        self._index = read_index(self.storage, self.manifest) if check_index else None
         self._calibrations: dict[str | None, Calibration | None] = {}
         self._open_shards = open_shards
         self._readers: OrderedDict[str, ShardReader] = OrderedDict()
         self._lock = threading.Lock()
+
+    @property
+    def index(self) -> SampleIndex:
+        """Where every sample of this generation lies."""
+        if self._index is None:
+            self._index = read_index(self.storage, self.manifest)
+        return self._index
 
     def record(self, shard_id: str) -> ShardRecord:
         """The record of one shard, checked against the manifest."""
@@ -98,6 +125,7 @@ class Cache:
                 f"{record.fingerprint[:16]}, expected {shard_id} with "
                 f"{self.manifest.fingerprint[:16]}. It belongs to another cache."
             )
+        require_layers(record, self.spec, f"{self.path}/{key}")
         return record
 
     def shard(self, shard_id: str) -> ShardReader:
@@ -158,6 +186,22 @@ class Cache:
         _require_digest(data, str(self.description["head_sha256"]), f"{self.path}/{HEAD}")
         return Head.from_bytes(data, self.spec, f"{self.path}/{HEAD}")
 
+    @property
+    def target_files(self) -> dict[str, str]:
+        """Names of the files of the target that lie under `target/`, to their digests."""
+        return dict(self.description["target_files"])
+
+    def target_file(self, name: str) -> bytes:
+        """One of the files of the target that lie under `target/`.
+
+        Raises:
+            CacheError: it is missing or not the one that was written.
+        """
+        data = self.storage.read(f"{TARGET}/{name}")
+        if name in self.target_files:
+            _require_digest(data, self.target_files[name], f"{self.path}/{TARGET}/{name}")
+        return data
+
     @contextmanager
     def _explaining(self, shard_id: str) -> Iterator[None]:
         """Say so where a shard cannot be read because the newest generation is without it."""
@@ -176,17 +220,36 @@ class Cache:
                 f"{newest.generation}. Begin anew from that one (a run: --fresh)."
             ) from error
 
-    def _read_index(self) -> SampleIndex:
-        key = generation_key(self.manifest.generation, "index.safetensors")
-        data = self.storage.read(key)
-        _require_digest(data, self.manifest.index.sha256, f"{self.path}/{key}")
-        index = SampleIndex.from_bytes(data, f"{self.path}/{key}")
-        if len(index) != self.manifest.totals.num_samples:
-            raise CacheError(
-                f"{self.path}/{key}: {len(index):,} samples, the manifest counts "
-                f"{self.manifest.totals.num_samples:,}."
-            )
-        return index
+
+def read_index(storage: LocalStorage, manifest: Manifest) -> SampleIndex:
+    """The index of a generation, checked against its manifest.
+
+    Raises:
+        CacheError: it is missing or damaged.
+    """
+    key = generation_key(manifest.generation, "index.safetensors")
+    data = storage.read(key)
+    _require_digest(data, manifest.index.sha256, f"{storage}/{key}")
+    index = SampleIndex.from_bytes(data, f"{storage}/{key}")
+    if len(index) != manifest.totals.num_samples:
+        raise CacheError(
+            f"{storage}/{key}: {len(index):,} samples, the manifest counts "
+            f"{manifest.totals.num_samples:,}."
+        )
+    return index
+
+
+def require_layers(record: ShardRecord, spec: CaptureSpec, where: str) -> None:
+    """Refuse a record whose statistics are not of the layers that `spec` has.
+
+    Raises:
+        CacheError: naming both counts.
+    """
+    if len(record.layers) != spec.num_captured:
+        raise CacheError(
+            f"{where}: statistics of {len(record.layers)} layers, expected {spec.num_captured}. "
+            "The record is damaged."
+        )
 
 
 def read_calibration(
@@ -217,11 +280,12 @@ def read_calibration(
 
 
 def read_description(storage: LocalStorage) -> dict[str, Any]:
-    """`cache.json`, checked as far as its version.
+    """`cache.json`: its fields, checked by name, type and version.
 
     Raises:
         CacheNotFoundError: there is none.
         CacheIncompatibleError: another format or version.
+        CacheError: a field is missing or of another type, or `spec` was changed.
     """
     if not storage.exists(DESCRIPTION):
         raise CacheNotFoundError(
@@ -229,7 +293,7 @@ def read_description(storage: LocalStorage) -> dict[str, Any]:
             "`cache-builder build`."
         )
     where = f"{storage}/{DESCRIPTION}"
-    fields = _parse_json(storage.read(DESCRIPTION), where)
+    fields = parse_json(storage.read(DESCRIPTION), where)
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise CacheIncompatibleError(f"{where}: not a {FORMAT} cache.")
     if (version := fields.get("format_version")) != FORMAT_VERSION:
@@ -237,8 +301,16 @@ def read_description(storage: LocalStorage) -> dict[str, Any]:
             f"{where}: format version {version!r}, this version reads {FORMAT_VERSION}. "
             "Use the version of draftcache that wrote the cache."
         )
-    if not isinstance(fields.get("spec"), dict) or not isinstance(fields.get("head_sha256"), str):
-        raise CacheError(f"{where}: 'spec' or 'head_sha256' is missing. The file is damaged.")
+    for name, kinds in _DESCRIPTION_FIELDS.items():
+        if name not in fields or not isinstance(fields[name], kinds):
+            expected = " or ".join("null" if kind is _NONE else kind.__name__ for kind in kinds)
+            found = repr(fields[name])[:80] if name in fields else "nothing"
+            raise CacheError(
+                f"{where}: field {name!r}: expected {expected}, found {found}. The file is damaged."
+            )
+    files = fields.setdefault("target_files", {})  # a cache of before has no digests of these
+    if not isinstance(files, dict) or not all(isinstance(d, str) for d in files.values()):
+        raise CacheError(f"{where}: field 'target_files': expected digests. The file is damaged.")
     found = sha256_bytes(canonical_json(fields["spec"]))
     if (stated := fields.get("fingerprint")) != found:
         raise CacheError(
@@ -269,7 +341,7 @@ def read_manifest(storage: LocalStorage, generation: int | None = None) -> Manif
             + "Run `make cache` again: it resumes from the shards already there."
         )
     where = f"{storage}/{key}"
-    manifest = Manifest.from_dict(_parse_json(storage.read(key), where), where)
+    manifest = Manifest.from_dict(parse_json(storage.read(key), where), where)
     if generation is not None and manifest.generation != generation:
         raise CacheError(f"{where}: it holds generation {manifest.generation}. It was replaced.")
     return manifest
@@ -279,7 +351,7 @@ def read_checked(storage: LocalStorage, key: str, digest: str) -> Any:
     """JSON of `key` whose bytes must have `digest`."""
     data = storage.read(key)
     _require_digest(data, digest, f"{storage}/{key}")
-    return _parse_json(data, f"{storage}/{key}")
+    return parse_json(data, f"{storage}/{key}")
 
 
 def _require_digest(data: bytes, digest: str, where: str) -> None:
@@ -288,14 +360,3 @@ def _require_digest(data: bytes, digest: str, where: str) -> None:
             f"{where}: expected sha256 {digest[:16]}, found {found[:16]}. It was changed or "
             "damaged after it was written. Run `cache-builder verify`."
         )
-
-
-def _parse_json(data: bytes, where: str) -> Any:
-    try:
-        return json.loads(data, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise CacheError(f"{where}: not JSON ({error}). The file is damaged.") from None
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number")

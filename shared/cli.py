@@ -2,9 +2,11 @@
 
 import json
 import logging
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 import click
@@ -12,6 +14,8 @@ import click
 from shared import log
 from shared.errors import DraftCacheError
 from shared.memory import keep_freed_memory
+
+logger = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -49,9 +53,12 @@ def print_table(rows: list[tuple[str, str]]) -> None:
 
 
 def run(group: click.Group) -> None:
-    """Run a command line: 0 done, 1 an error of ours, 2 wrong usage, 130 interrupted."""
+    """Run a command line: 0 done, 1 an error of ours, 2 wrong usage, 130 interrupted (143 by
+    SIGTERM, which unwinds like Ctrl-C).
+    """
     log.configure()
     keep_freed_memory()
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
         sys.exit(group.main(standalone_mode=False) or 0)
     except click.exceptions.Exit as stop:
@@ -59,9 +66,22 @@ def run(group: click.Group) -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        logging.getLogger(__name__).error("interrupted")
-        sys.exit(130)
+    except (click.Abort, KeyboardInterrupt) as stop:
+        cause = stop.__cause__ if isinstance(stop, click.Abort) else stop  # click wraps it
+        words = [str(cause)] if cause is not None and str(cause) else []
+        is_term = isinstance(cause, _TerminatedError)
+        logger.error("%s", ": ".join(["terminated" if is_term else "interrupted", *words]))
+        sys.exit(143 if is_term else 130)
     except DraftCacheError as error:
         click.echo(f"Error: {' '.join(str(error).split())}", err=True)
         sys.exit(1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _TerminatedError(KeyboardInterrupt):
+    """SIGTERM."""
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise _TerminatedError

@@ -83,8 +83,24 @@ def read_json(path: Path, *, digest: str | None = None) -> Any:
         )
     try:
         return json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CacheError(f"{path}: not JSON ({error}). The file is damaged.") from None
+
+
+def parse_json(data: bytes, where: str) -> Any:
+    """Parse JSON, without NaN and infinities.
+
+    Raises:
+        CacheError: it is none.
+    """
+    try:
+        return json.loads(data, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise CacheError(f"{where}: not JSON ({error}). The file is damaged.") from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number")
 
 
 def remove_partials(directory: Path) -> int:

@@ -14,7 +14,13 @@ T = TypeVar("T")
 _SHARD_ID = re.compile(r"[0-9]{4,}-[0-9]{5,}")
 _FILE_NAME = re.compile(r"[a-z0-9_]+(/[a-z0-9_]+)*(\.json)?")
 _OWN_DIGEST = "sha256"
+_MAX_SIZE = 2**63 - 1
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_SAMPLE_ID = re.compile(r"[0-9a-f]{32}")
+
+
+def is_shard_id(name: str) -> bool:
+    return _SHARD_ID.fullmatch(name) is not None
 
 
 def check_shard_id(shard_id: str) -> str:
@@ -23,7 +29,7 @@ def check_shard_id(shard_id: str) -> str:
     Raises:
         ValueError: not of the form 0001-00042.
     """
-    if not _SHARD_ID.fullmatch(shard_id):
+    if not is_shard_id(shard_id):
         raise ValueError(f"shard id {shard_id!r} is not of the form 0001-00042")
     return shard_id
 
@@ -41,6 +47,8 @@ class StoredFile:
     def __post_init__(self) -> None:
         if self.size < 0:
             raise ValueError(f"size must not be negative, got {self.size}")
+        if self.size > _MAX_SIZE:
+            raise ValueError("size must be below 2^63")
         _check_digest(self.sha256, "sha256")
 
 
@@ -77,6 +85,14 @@ class ShardRecord:
     quarantined: dict[str, str]
     """Planned samples that could not be stored: id to reason."""
 
+    batch_tokens: int | None = None
+    """Tokens of one forward, padding included, when it was captured. In bfloat16 they decide how
+    sums round, and so the bits of the states; None in a shard that was rewritten without a capture.
+    """
+
+    threads: int | None = None
+    """CPU threads of the forward, which decide that too; None on a GPU, or as above."""
+
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
@@ -84,9 +100,14 @@ class ShardRecord:
         _check_digest(self.fingerprint, "fingerprint")
         if min(self.num_samples, self.num_tokens, self.num_supervised, self.num_outliers) < 0:
             raise ValueError(f"shard {self.shard_id}: negative count")
+        if any(value is not None and value <= 0 for value in (self.batch_tokens, self.threads)):
+            raise ValueError(f"shard {self.shard_id}: batch_tokens and threads must be positive")
         for name in self.files:
             if not _FILE_NAME.fullmatch(name):
                 raise ValueError(f"shard {self.shard_id}: file name {name!r} is not allowed")
+        for sample_id in self.quarantined:
+            if not _SAMPLE_ID.fullmatch(sample_id):
+                raise ValueError(f"shard {self.shard_id}: {sample_id!r} is not a sample id")
         if self.calibration is not None:
             _check_digest(self.calibration, "calibration")
 
@@ -111,6 +132,7 @@ class Totals:
     num_supervised: int = 0
     stored_bytes: int = 0
     quarantined: int = 0
+    """Samples that some record says could not be stored, and that no shard has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,6 +20,7 @@ from cache_builder.config import (
     DataConfig,
     PlanConfig,
     TargetConfig,
+    WorkersConfig,
 )
 from trainer import config as training
 
@@ -169,6 +170,7 @@ def tiny_build(tiny_target: Path, tiny_data: Path) -> Callable[..., BuildConfig]
             codec=CodecConfig(preset=preset),
             capture=CaptureConfig(target_layer_ids=layer_ids, batch_tokens=1024),
             plan=PlanConfig(shard_mib=0.25),
+            workers=WorkersConfig(num_workers=1),  # in this process: fast, and open to patches
         )
 
     return make

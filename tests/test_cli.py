@@ -2,23 +2,30 @@
 
 import json
 import logging
+import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cache_builder import cli as builder_cli
+from cache_builder.commit import committed_shards
 from cache_builder.config import BuildConfig
+from cache_builder.progress import Progress
 from shared import cli, config
-from shared.cache import DESCRIPTION, MANIFEST
+from shared.cache import DESCRIPTION, MANIFEST, generation_key
 from tests.conftest import REPOSITORY, conversations, write_jsonl
 from trainer import cli as trainer_cli
 from trainer.config import TrainConfig
 
 Invoke = Callable[..., tuple[int, str, str]]
+INDEX = generation_key(1, "index.safetensors")
 
 BUILD = """
 [cache]
@@ -190,6 +197,75 @@ def test_a_build_that_is_refused_loses_nothing(
         "target_layer_ids",
         "hidden_size",
     } <= facts.keys()
+
+
+@pytest.mark.parametrize(
+    ("number", "expected", "word"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
+    ids=["ctrl-c", "sigterm"],
+)
+def test_an_interrupted_build_says_what_is_committed_and_goes_on(
+    invoke: Invoke,
+    build_config: Callable[..., Path],
+    tmp_path: Path,
+    number: signal.Signals,
+    expected: int,
+    word: str,
+) -> None:
+    command = ("cache-builder", "build", "--config", build_config(), "--workers", "1")
+    command += ("--set", "plan.shard_mib=0.125", "--set", "cache.min_free_gb=0")
+    original = Progress.committed
+
+    def send(self: Progress, *arguments: Any) -> None:
+        original(self, *arguments)
+        if len(committed_shards(tmp_path / "cache")) == 2:
+            os.kill(os.getpid(), number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Progress, "committed", send)
+        code, _, err = invoke(*command)
+    assert code == expected
+    (last,) = [line for line in err.splitlines() if word in line]
+    assert re.search(r"2 of [0-9]+ shards of the newest plan are committed \([0-9,]+ of", last)
+    assert "The same command goes on from there." in last
+    assert "Traceback" not in err
+    code, out, err = invoke(*command)
+    assert code == 0
+    assert len(committed_shards(tmp_path / "cache")) > 2
+    assert "48 (0 quarantined)" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "piece"),
+    [(MANIFEST, "manifest"), (DESCRIPTION, "description"), (INDEX, "index")],
+)
+def test_verify_gives_json_whatever_is_damaged(
+    invoke: Invoke, tiny_cache: Path, tmp_path: Path, name: str, piece: str
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny_cache, copy)
+    (copy / name).write_bytes(b"{")
+    code, out, err = invoke("cache-builder", "verify", copy, "--json")
+    assert code == 1
+    facts = json.loads(out)
+    assert facts["ok"] is False
+    assert [problem["piece"] for problem in facts["problems"]] == [piece]
+    assert name in facts["problems"][0]["message"]
+    assert len(errors(err)) == 1
+    code, out, _ = invoke("cache-builder", "verify", tmp_path / "nothing", "--json")
+    assert (code, json.loads(out)["ok"]) == (1, False)
+
+
+def test_repair_takes_workers_and_says_what_it_did(
+    invoke: Invoke, build_config: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = build_config()
+    assert invoke("cache-builder", "build", "--config", config)[0] == 0
+    (tmp_path / "cache" / INDEX).unlink()
+    code, out, err = invoke("cache-builder", "repair", "--config", config, "--workers", "1")
+    assert code == 0
+    assert out == "0 shards captured anew\n"
+    assert "made again from the shards" in err
 
 
 def test_a_whole_run_by_its_commands(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared.cache import TARGET, Cache
+from shared.cache import Cache
 from shared.errors import CacheIncompatibleError, ConfigError, RunError
 from shared.head import Head
 from trainer.batch import Features
@@ -149,6 +149,6 @@ def check_mask_token(config: DrafterConfig, cache: Cache) -> None:
 
 def read_target_config(cache: Cache) -> dict[str, Any]:
     """The target's config.json as stored in the cache, the text part of it for wrappers."""
-    fields: dict[str, Any] = json.loads(cache.storage.read(f"{TARGET}/config.json"))
+    fields: dict[str, Any] = json.loads(cache.target_file("config.json"))
     text: dict[str, Any] = fields.get("text_config", fields)
     return text

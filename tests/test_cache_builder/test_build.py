@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import random
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +15,13 @@ import torch
 
 from cache_builder.build import build
 from cache_builder.commit import committed_shards
-from cache_builder.config import BuildConfig, TargetConfig
+from cache_builder.config import BuildConfig, Forward, TargetConfig
 from cache_builder.lock import builder_lock
 from cache_builder.pool import Events, run_processes
+from cache_builder.progress import Progress
 from cache_builder.target import Target
-from cache_builder.worker import Job
-from shared.cache import MANIFEST, RECORDS, WIP, Cache
+from cache_builder.worker import Job, Task
+from shared.cache import MANIFEST, RECORDS, Cache
 from shared.errors import (
     CacheIncompatibleError,
     CacheLockedError,
@@ -30,8 +30,8 @@ from shared.errors import (
     DraftCacheError,
     TargetError,
 )
-from shared.shard import GROUP
 from tests.conftest import conversations, write_jsonl
+from tests.test_cache_builder.stored import Killer, assert_clean
 
 MakeBuild = Callable[..., BuildConfig]
 
@@ -114,16 +114,16 @@ def test_data_that_change_and_change_back_store_no_sample_twice(
     from cache_builder import build as building
 
     cache = tmp_path / "cache"
-    original = building._capture
+    original = building.capture_shards
 
     def first_shards_only(*arguments: object) -> None:
-        config, job, plan, todo, prepared = arguments
-        original(config, job, plan, todo[:2], prepared)  # type: ignore[arg-type, index]
+        config, job, plan, tasks, prepared = arguments
+        original(config, job, plan, tasks[:2], prepared)  # type: ignore[arg-type, index]
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(building, "_capture", first_shards_only)
-        with pytest.raises(KeyboardInterrupt):
+        patch.setattr(building, "capture_shards", first_shards_only)
+        with pytest.raises(KeyboardInterrupt, match=r"2 of [0-9]+ shards.*same command"):
             build(many_shards(cache))
     assert len(committed_shards(cache)) == 2
     more = write_jsonl(tmp_path / "more.jsonl", conversations(range(48, 60)))
@@ -189,49 +189,25 @@ def test_two_workers_make_the_cache_that_one_makes(
     assert digests(tmp_path / "cache") == undisturbed
 
 
-def test_killed_at_random_moments_the_build_ends_with_the_same_cache(
+def test_killed_at_any_write_the_build_ends_with_the_same_cache(
     many_shards: MakeBuild, undisturbed: dict[str, str], tmp_path: Path
 ) -> None:
-    """SIGKILL, 20 times; each kill is followed by a resume, which may be killed again."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["cache_builder.build", "transformers.models.qwen3"])
-
-    def start(config: BuildConfig) -> "multiprocessing.process.BaseProcess":
-        process = context.Process(target=build, args=(config,))
-        process.start()
-        return process
-
-    timing = start(many_shards(tmp_path / "timing"))
-    began = time.monotonic()
-    timing.join(120)
-    assert timing.exitcode == 0
-    duration = time.monotonic() - began
-
+    """SIGKILL before a write, 20 times; each kill is followed by a resume, which may be killed."""
+    killer = Killer(build, tmp_path)
+    total = killer.count(many_shards(tmp_path / "counting"))
     rng = random.Random(0)
     kills = midway = caches = 0
     while kills < 20:
-        cache = tmp_path / f"cache-{caches}"
+        config = many_shards(tmp_path / f"cache-{caches}")
         caches += 1
-        process = start(many_shards(cache))
-        while kills < 20:
-            process.join(rng.uniform(0, duration))
-            if process.exitcode is not None:
-                duration *= 0.7  # the machine has become faster than it was when timed
-                break
-            os.kill(process.pid or 0, signal.SIGKILL)
-            process.join()
+        while (code := killer.run(config, kill_at=rng.randrange(1, total))) == -signal.SIGKILL:
             kills += 1
-            midway += bool((cache / RECORDS).exists() and committed_shards(cache))
-            process = start(many_shards(cache))
-        process.join(120)
-        assert process.exitcode == 0
-        assert digests(cache) == undisturbed
-        assert not list((cache / WIP).iterdir())
-        assert not list(cache.rglob("*.partial"))
-        assert {p.name for p in (cache / GROUP).iterdir()} == {
-            "zarr.json",
-            *committed_shards(cache),
-        }
+            midway += (config.cache.path / RECORDS).exists() and bool(
+                committed_shards(config.cache.path)
+            )
+        assert code == 0
+        assert digests(config.cache.path) == undisturbed
+        assert_clean(config.cache.path)
     assert midway > 0, "no kill fell between two commits: the test has lost its point"
 
 
@@ -244,7 +220,7 @@ def test_a_killed_worker_costs_no_shard(
     config = replace(config, workers=replace(config.workers, num_workers=2))
     killed = []
 
-    def kill_one(name: str, tokens: int) -> None:
+    def kill_one(self: Progress, name: str, tokens: int) -> None:
         if killed:
             return
         children = multiprocessing.active_children()
@@ -252,19 +228,14 @@ def test_a_killed_worker_costs_no_shard(
         os.kill(victim.pid or 0, signal.SIGKILL)
         killed.append(name)
 
-    original = Events.__init__
-
-    def patched(self: Events, **events: object) -> None:
-        original(self, **{**events, "on_progress": kill_one})
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Events, "__init__", patched)
+        patch.setattr(Progress, "advanced", kill_one)
         build(config)
     assert killed
     assert digests(cache) == undisturbed
 
 
-def test_workers_that_all_die_leave_the_missing_shards_named(
+def test_a_target_that_cannot_be_loaded_is_said_by_the_worker(
     many_shards: MakeBuild, tmp_path: Path
 ) -> None:
     cache = tmp_path / "cache"
@@ -275,16 +246,12 @@ def test_workers_that_all_die_leave_the_missing_shards_named(
         spec=Cache(cache).spec,
         target_path=tmp_path,  # not a target: every worker refuses
         target=TargetConfig(path="-"),
-        batch_tokens=1,
         min_free_bytes=0,
     )
-    events = Events(
-        on_prepared=lambda prepared: None,
-        on_progress=lambda name, tokens: None,
-        on_committed=lambda name, record, timing: None,
-    )
+    events = Events(on_prepared=lambda prepared: None)
+    tasks = [Task("0001-00000", Forward(1, 1))]
     with pytest.raises(TargetError):
-        run_processes(job, ["cpu", "cpu"], ["0001-00000"], None, events)
+        run_processes(job, ["cpu", "cpu"], tasks, None, events)
 
 
 def test_a_second_builder_is_refused(tiny_build: MakeBuild, tmp_path: Path) -> None:

@@ -13,11 +13,12 @@ import zarr
 from click.testing import CliRunner
 
 from cache_builder import cli
-from cache_builder.build import build, repair
+from cache_builder.build import build
 from cache_builder.config import BuildConfig
 from cache_builder.lock import builder_lock
 from cache_builder.merge import merge
 from cache_builder.prune import prune
+from cache_builder.repair import repair
 from cache_builder.verify import verify_cache
 from shared.cache import CALIBRATIONS, DESCRIPTION, HEAD, MANIFEST, Cache
 from shared.errors import (

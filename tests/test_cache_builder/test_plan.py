@@ -8,9 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cache_builder.config import Forward
 from cache_builder.corpus import TokenizedSample
 from cache_builder.plan import Plan, PlanWriter, cut_shards, find_plans, micro_batches, next_plan_id
 from shared.errors import CacheError
+
+FORWARD = Forward(batch_tokens=64, threads=1)
 
 
 def samples(lengths: list[int]) -> list[TokenizedSample]:
@@ -31,7 +34,7 @@ def write_plan(plans: Path, lengths: list[int], shard_tokens: int = 100) -> Plan
     writer = PlanWriter(plans, next_plan_id(plans))
     for sample in samples(lengths):
         writer.add(sample)
-    return writer.commit(key="k", shard_tokens=shard_tokens, report={})
+    return writer.commit(key="k", forward=FORWARD, shard_tokens=shard_tokens, report={})
 
 
 @settings(max_examples=50, deadline=None)
@@ -143,7 +146,7 @@ def test_shards_can_be_given_instead_of_cut(tmp_path: Path) -> None:
     writer = PlanWriter(tmp_path, "0001")
     for sample in samples([9, 5, 7, 3]):
         writer.add(sample)
-    plan = writer.commit(key="k", report={}, shard_sizes=[2, 1, 1])
+    plan = writer.commit(key="k", forward=FORWARD, report={}, shard_sizes=[2, 1, 1])
     assert [plan.shard_positions(i).tolist() for i in plan.shard_ids] == [[0, 1], [2], [3]]
-    empty = PlanWriter(tmp_path, "0002").commit(key="k", report={}, shard_sizes=[])
+    empty = PlanWriter(tmp_path, "0002").commit(key="k", forward=FORWARD, report={}, shard_sizes=[])
     assert (len(empty), empty.shard_ids, empty.num_tokens) == (0, [], 0)

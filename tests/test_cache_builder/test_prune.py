@@ -12,12 +12,13 @@ import pytest
 from click.testing import CliRunner
 
 from cache_builder import cli
-from cache_builder.build import build, repair
+from cache_builder.build import build
 from cache_builder.commit import committed_shards, publish, read_record
 from cache_builder.config import BuildConfig
 from cache_builder.lock import builder_lock
 from cache_builder.plan import Plan
 from cache_builder.prune import prune
+from cache_builder.repair import repair
 from cache_builder.retirement import RETIRED
 from cache_builder.rewrite import write_selection
 from cache_builder.selection import Selection, plan_selections
@@ -134,7 +135,10 @@ def test_what_stays_is_bit_for_bit_what_was_stored(
 
 def test_a_rewritten_shard_says_what_it_holds(make_case: Callable[..., Case]) -> None:
     case = make_case()
-    before = {shard_id: read_record(case.path, shard_id)[0] for shard_id in case.thinned}
+    before = {
+        shard_id: read_record(case.path, Cache(case.path).spec, shard_id)[0]
+        for shard_id in case.thinned
+    }
     prune(case.config)
     plan = Plan(case.path / PLANS / "0002")
     assert plan.description["report"]["copied_from"] == {

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cache_builder.build import build, repair
+from cache_builder.build import build
 from cache_builder.config import BuildConfig
+from cache_builder.repair import repair
 from cache_builder.verify import verify_cache
 from shared.cache import HEAD, MANIFEST, Cache, record_key
 from shared.errors import CacheError
@@ -108,7 +109,7 @@ def test_a_damaged_head_is_found_and_cannot_be_repaired(copy: Path, tiny_build: 
 def test_problems_are_plain_json(copy: Path) -> None:
     shutil.rmtree(copy / GROUP / Cache(copy).shard_ids[0])
     problems = json.loads(json.dumps([p.to_dict() for p in verify_cache(copy, deep=False)]))
-    assert all(problem.keys() == {"shard", "kind", "message"} for problem in problems)
+    assert all(problem.keys() == {"piece", "shard", "kind", "message"} for problem in problems)
     assert {problem["kind"] for problem in problems} == {"missing"}
 
 

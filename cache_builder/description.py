@@ -1,0 +1,146 @@
+"""`cache.json` and the skeleton of a cache: what it is a cache of, before anything is in it."""
+
+import logging
+import shutil
+from pathlib import Path
+
+from cache_builder.config import BuildConfig
+from cache_builder.decoder import default_layer_ids
+from cache_builder.target import describe_target, load_config
+from cache_builder.template import ChatTemplate
+from cache_builder.tokens import describe_tokens
+from cache_builder.worker import Job, Prepared
+from shared.cache import (
+    CALIBRATIONS,
+    DESCRIPTION,
+    FORMAT,
+    GENERATIONS,
+    HEAD,
+    PLANS,
+    RECORDS,
+    TARGET,
+    WIP,
+    read_description,
+)
+from shared.codec import PRESETS, check_chunk_bytes
+from shared.errors import CacheError, DataError
+from shared.files import sha256_file, sync_directory, sync_file, write_json, writing
+from shared.shard import GROUP
+from shared.spec import CaptureSpec
+from shared.storage import LocalStorage
+
+logger = logging.getLogger(__name__)
+
+_TARGET_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+_DIRECTORIES = (PLANS, RECORDS, GENERATIONS, CALIBRATIONS, WIP, TARGET, GROUP)
+_OWN_NAMES = {*_DIRECTORIES, "builder.lock", "workers.lock", HEAD}
+
+
+def describe_capture(config: BuildConfig, target_path: Path, template: ChatTemplate) -> CaptureSpec:
+    """Everything that decides what will be stored.
+
+    Raises:
+        TargetError: a tap is out of range.
+    """
+    target = describe_target(target_path, config.target)
+    layer_ids = config.capture.target_layer_ids or default_layer_ids(
+        target.num_layers, config.capture.num_layers
+    )
+    codec = PRESETS[config.codec.preset]
+    check_chunk_bytes(codec, len(layer_ids), target.hidden_size)
+    tokens = describe_tokens(target_path, config.data, template, load_config(target_path))
+    try:
+        return CaptureSpec(
+            target=target, tokens=tokens, target_layer_ids=layer_ids, codec=codec.to_dict()
+        )
+    except ValueError as error:
+        raise DataError(f"capture: {error}") from None
+
+
+def open_or_create(path: Path, spec: CaptureSpec) -> Prepared | None:
+    """Check the cache at `path` against `spec`; None if it must still be prepared.
+
+    Raises:
+        CacheError: `cache.json` is damaged, or was built with other settings.
+        DataError: the directory has other files.
+    """
+    if LocalStorage(path).exists(DESCRIPTION):
+        stored, prepared = read_prepared(path)
+        create_directories(path)  # copies of a cache may lack the empty ones
+        spec.require_equal(stored, str(path))
+        return prepared
+    foreign = [p.name for p in path.iterdir() if p.name not in _OWN_NAMES]
+    if foreign:
+        raise DataError(
+            f"{path}: not a cache and not empty (it has {', '.join(sorted(foreign)[:8])}). "
+            "Choose an empty directory."
+        )
+    create_directories(path)
+    return None
+
+
+def read_prepared(path: Path) -> tuple[CaptureSpec, Prepared]:
+    """What a described cache is of, and what its first build prepared.
+
+    Raises:
+        CacheError: `cache.json` is missing or damaged.
+    """
+    description = read_description(LocalStorage(path))
+    where = f"{path}/{DESCRIPTION}"
+    spec = CaptureSpec.from_dict(description["spec"], where)
+    calibration = description["calibration"]
+    if spec.build_codec().needs_calibration != (calibration is not None):
+        raise CacheError(
+            f"{where}: field 'calibration' is {calibration!r}, which does not go with its codec "
+            f"{spec.codec['name']!r}. The file is damaged."
+        )
+    return spec, Prepared(description["head_sha256"], calibration)
+
+
+def create_directories(path: Path) -> None:
+    """The skeleton of a cache; harmless if it is there."""
+    with writing(path):
+        for name in _DIRECTORIES:
+            (path / name).mkdir(exist_ok=True)
+        write_json(
+            path / GROUP / "zarr.json",
+            {"zarr_format": 3, "node_type": "group", "attributes": {"format": FORMAT}},
+        )
+
+
+def write_description(job: Job, prepared: Prepared) -> None:
+    """Write `cache.json`: from now on this directory is a cache of this fingerprint."""
+    files = [name for name in _TARGET_FILES if (job.target_path / name).is_file()]
+    for name in files:
+        copy_target_file(job.target_path, job.cache, name)
+    with writing(job.cache):
+        sync_directory(job.cache / TARGET)
+    write_json(
+        job.cache / DESCRIPTION,
+        {
+            "format": FORMAT,
+            "format_version": job.spec.format_version,
+            "fingerprint": job.spec.fingerprint,
+            "spec": job.spec.to_dict(),
+            "head_sha256": prepared.head_sha256,
+            "calibration": prepared.calibration,
+            "target_name": job.target.path,
+            "target_revision": job.target.revision,
+            "target_files": {name: sha256_file(job.cache / TARGET / name) for name in files},
+        },
+    )
+
+
+def copy_target_file(target_path: Path, cache: Path, name: str) -> None:
+    """Copy one file of the target into the cache, durably."""
+    with writing(cache / TARGET):
+        shutil.copyfile(target_path / name, cache / TARGET / name)
+        sync_file(cache / TARGET / name)

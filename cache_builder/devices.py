@@ -1,0 +1,74 @@
+"""Which devices the workers of a build get, and how many workers that makes."""
+
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+from cache_builder.config import WorkersConfig
+
+logger = logging.getLogger(__name__)
+
+_MEMORY = Path("/proc/meminfo")
+_HEADROOM = 1.3
+"""Memory of one worker over the size of the weights: activations, and states on their way."""
+
+_WORKER_BYTES = 1 << 30
+"""Memory of one worker without the target: libraries, buffers."""
+
+
+def pick_devices(config: WorkersConfig, *, num_shards: int, target_path: Path) -> list[str]:
+    """One entry per worker.
+
+    By default every GPU, or every entry of `config.devices`, gets one; on the CPU there are as many
+    as the cores hold at `config.threads` each, and as the free memory holds copies of the target.
+    There are never more than shards to capture, and always one.
+    """
+    if config.devices == "auto":
+        names = [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
+    else:
+        names = ["cpu"] if config.devices == "cpu" else list(config.devices)
+    is_listed = isinstance(config.devices, tuple)
+    count = config.num_workers or (
+        _cpu_workers(config.threads, target_path)
+        if names == ["cpu"] and not is_listed
+        else len(names)
+    )
+    return [names[i % len(names)] for i in range(max(1, min(count, num_shards)))]
+
+
+def _cpu_workers(threads: int, target_path: Path) -> int:
+    by_cores = max(1, num_cores() // threads)
+    weights = sum(file.stat().st_size for file in target_path.glob("*.safetensors"))
+    free = available_bytes()
+    by_memory = by_cores if free is None else int(free // (weights * _HEADROOM + _WORKER_BYTES))
+    if by_memory < by_cores:
+        logger.warning(
+            "%d cores would take %d workers, memory only %d: each loads the target (%.1f GB)",
+            num_cores(),
+            by_cores,
+            max(1, by_memory),
+            weights / 1e9,
+        )
+    return max(1, min(by_cores, by_memory))
+
+
+def num_cores() -> int:
+    """CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def available_bytes() -> int | None:
+    """Memory that can be taken without swapping; None where the system does not say."""
+    try:
+        lines = _MEMORY.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    return None

@@ -1,0 +1,83 @@
+"""Having shards of a plan captured: by whom, with how much room, and what to say meanwhile."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from cache_builder.config import BuildConfig
+from cache_builder.description import write_description
+from cache_builder.devices import pick_devices
+from cache_builder.plan import Plan
+from cache_builder.pool import Events, Outcome, run_inline, run_processes
+from cache_builder.progress import Progress
+from cache_builder.space import require_fit
+from cache_builder.worker import Job, Prepared, Task
+from shared.errors import CaptureError
+from shared.spec import CaptureSpec
+
+logger = logging.getLogger(__name__)
+
+
+def make_job(config: BuildConfig, plan: Plan, spec: CaptureSpec, target_path: Path) -> Job:
+    return Job(
+        cache=config.cache.path,
+        plan=plan.directory,
+        spec=spec,
+        target_path=target_path,
+        target=config.target,
+        min_free_bytes=config.cache.min_free_bytes,
+    )
+
+
+def capture_shards(
+    config: BuildConfig, job: Job, plan: Plan, tasks: Sequence[Task], prepared: Prepared | None
+) -> None:
+    """Capture and commit the shards of `tasks`, all of `plan`.
+
+    Raises:
+        CaptureError: some were not; it names them. The others are committed.
+        OutOfSpaceError: they will not fit, or did not.
+    """
+    tokens = {
+        task.shard_id: int(plan.lengths(plan.shard_positions(task.shard_id)).sum())
+        for task in tasks
+    }
+    total = sum(tokens.values())
+    devices = pick_devices(config.workers, num_shards=len(tasks), target_path=job.target_path)
+    needed = total * job.spec.raw_bytes_per_token * job.spec.build_codec().expected_ratio
+    require_fit(job.cache, needed, job.min_free_bytes)
+    logger.info(
+        "capturing %d tokens with %d workers on %s, about %.2f GB",
+        total,
+        len(devices),
+        ", ".join(sorted(set(devices))),
+        needed / 1e9,
+    )
+    progress = Progress(devices, tokens, raw_bytes_per_token=job.spec.raw_bytes_per_token)
+    events = Events(
+        on_prepared=lambda ready: write_description(job, ready),
+        on_started=progress.started,
+        on_progress=progress.advanced,
+        on_committed=progress.committed,
+        on_died=progress.died,
+        on_tick=progress.tick,
+    )
+    with progress:
+        if len(devices) == 1:
+            outcome = run_inline(job, devices[0], tasks, prepared, events)
+        else:
+            outcome = run_processes(job, devices, tasks, prepared, events)
+    for line in progress.report():
+        logger.info("%s", line)
+    _require_all(outcome, plan)
+
+
+def _require_all(outcome: Outcome, plan: Plan) -> None:
+    if not outcome.missing:
+        return
+    samples = sum(len(plan.shard_positions(shard_id)) for shard_id in outcome.missing)
+    reasons = "; ".join(f"{shard_id}: {reason}" for shard_id, reason in outcome.missing.items())
+    raise CaptureError(
+        f"{len(outcome.missing)} shards with {samples} samples were not captured ({reasons}). "
+        "What is committed is kept: run the same command again."
+    )

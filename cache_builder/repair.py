@@ -1,0 +1,197 @@
+"""Making a damaged cache whole: from what is in it where that is enough, else from the target."""
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from cache_builder.build import explaining_interrupts
+from cache_builder.commit import committed_shards, discard_uncommitted, publish, read_record
+from cache_builder.config import BuildConfig, Forward
+from cache_builder.description import (
+    copy_target_file,
+    create_directories,
+    describe_capture,
+    read_prepared,
+)
+from cache_builder.jobs import capture_shards, make_job
+from cache_builder.lock import builder_lock
+from cache_builder.plan import Plan, find_plans
+from cache_builder.retirement import retired_shards
+from cache_builder.target import resolve_target
+from cache_builder.tokens import load_template
+from cache_builder.verify import Problem, verify_cache, verify_unpublished
+from cache_builder.worker import Prepared, Task
+from shared.cache import (
+    GENERATIONS,
+    MANIFEST,
+    PLANS,
+    generation_key,
+    read_description,
+    read_manifest,
+    record_key,
+)
+from shared.errors import CacheError, CacheNotFoundError
+from shared.files import sha256_file, write_json
+from shared.manifest import Manifest
+from shared.spec import CaptureSpec
+from shared.storage import LocalStorage
+
+logger = logging.getLogger(__name__)
+
+_IRREPLACEABLE = ("description", "manifest", "head", "calibration")
+"""A manifest that could be put back was, before these are asked for."""
+
+
+def repair(config: BuildConfig, *, drop_lost: bool = False) -> list[str]:
+    """Make the newest generation whole, and the committed shards that are in none yet.
+
+    Manifest and index are made again from the rest of the cache, copies of the target's files from
+    the target. Damaged and missing shards are captured anew, as they were captured before; only
+    then is the target loaded.
+
+    Args:
+        drop_lost: let go of damaged shards that no plan on disk has; a build captures their
+            samples from the data again.
+
+    Returns:
+        The ids of the shards captured anew.
+
+    Raises:
+        CacheError: there is no cache, or what is damaged cannot be made again.
+        CacheIncompatibleError: shards must be captured, and it was built with other settings.
+        CaptureError: shards could not be captured, or too many samples are unusable.
+    """
+    path = config.cache.path
+    spec, prepared = read_prepared(path)
+    with builder_lock(path), explaining_interrupts(path):
+        create_directories(path)
+        manifest = _restore_manifest(path)
+        problems = verify_cache(path, deep=True) if manifest is not None else []
+        published = set(manifest.records) if manifest is not None else set()
+        problems += verify_unpublished(path, spec, committed_shards(path) - published)
+        _require_replaceable(problems)
+        _restore_copies(config, problems)
+        # What is on its way out needs no repair: it goes with the publication below.
+        shards = {problem.shard for problem in problems if problem.shard is not None}
+        damaged = sorted(shards - retired_shards(path))
+        plans = _open_plans(path)
+        known = {shard_id for plan in plans for shard_id in plan.shard_ids}
+        _drop(path, sorted(set(damaged) - known), allowed=drop_lost)
+        todo = [shard_id for shard_id in damaged if shard_id in known]
+        discard_uncommitted(path)
+        if todo:
+            _capture(config, spec, prepared, plans, todo)
+        if manifest is not None:
+            publish(path, spec, max_quarantined_fraction=config.capture.max_quarantined_fraction)
+        else:
+            logger.warning("%s: nothing is published yet: run `cache-builder build`", path)
+    return todo
+
+
+def _capture(
+    config: BuildConfig,
+    spec: CaptureSpec,
+    prepared: Prepared,
+    plans: Sequence[Plan],
+    todo: Sequence[str],
+) -> None:
+    path, target_path = config.cache.path, resolve_target(config.target)
+    template = load_template(target_path, config.data)
+    describe_capture(config, target_path, template).require_equal(spec, str(path))
+    for plan in plans:
+        tasks = [
+            Task(shard_id, _forward(path, spec, plan, shard_id))
+            for shard_id in plan.shard_ids
+            if shard_id in todo
+        ]
+        if tasks:
+            capture_shards(config, make_job(config, plan, spec, target_path), plan, tasks, prepared)
+
+
+def _forward(path: Path, spec: CaptureSpec, plan: Plan, shard_id: str) -> Forward:
+    """How the shard was captured: as its record says, or its plan where that is lost."""
+    with contextlib.suppress(CacheError):
+        record, _ = read_record(path, spec, shard_id)
+        return Forward(
+            record.batch_tokens or plan.forward.batch_tokens,
+            record.threads or plan.forward.threads,
+        )
+    return plan.forward
+
+
+def _restore_manifest(path: Path) -> Manifest | None:
+    """The newest manifest, put back from the copy of its generation if it is damaged or lost.
+
+    Raises:
+        CacheError: it is damaged and so is every copy.
+    """
+    storage = LocalStorage(path)
+    try:
+        return read_manifest(storage)
+    except CacheError as error:
+        names = {name.partition(".")[0] for name in storage.names(GENERATIONS)}
+        for generation in sorted(int(n) for n in names if n.isascii() and n.isdigit())[::-1]:
+            with contextlib.suppress(CacheError):
+                manifest = read_manifest(storage, generation)
+                write_json(path / MANIFEST, manifest.to_dict())
+                logger.warning("%s It was put back from generation %d.", error, generation)
+                return manifest
+        if isinstance(error, CacheNotFoundError):
+            return None
+        raise CacheError(
+            f"{error} No copy of it is left: delete it and build again: what is committed is kept."
+        ) from None
+
+
+def _require_replaceable(problems: Sequence[Problem]) -> None:
+    for problem in problems:
+        if problem.piece in _IRREPLACEABLE:
+            raise CacheError(f"{problem.message} No shard can replace it: build the cache anew.")
+
+
+def _restore_copies(config: BuildConfig, problems: Sequence[Problem]) -> None:
+    """Put back what is a copy of something else: generation manifests, files of the target."""
+    path = config.cache.path
+    for problem in problems:
+        if problem.piece == "generation":
+            manifest = read_manifest(LocalStorage(path))
+            write_json(path / generation_key(manifest.generation, "json"), manifest.to_dict())
+            logger.warning("%s It was written again.", problem.message)
+        elif problem.piece == "target":
+            _restore_target_file(config, problem)
+        elif problem.piece in ("plan", "records"):
+            logger.warning("%s", problem.message)
+
+
+def _restore_target_file(config: BuildConfig, problem: Problem) -> None:
+    path, target_path = config.cache.path, resolve_target(config.target)
+    expected = read_description(LocalStorage(path))["target_files"][problem.name]
+    source = target_path / problem.name
+    if not source.is_file() or sha256_file(source) != expected:
+        raise CacheError(
+            f"{problem.message} {source} is not that file: name the target that the cache was "
+            "built from."
+        )
+    copy_target_file(target_path, path, problem.name)
+    logger.warning("%s It was copied from the target again.", problem.message)
+
+
+def _open_plans(path: Path) -> list[Plan]:
+    """The plans on disk, without those that are damaged: verifying has named them."""
+    plans = []
+    for directory in find_plans(path / PLANS):
+        with contextlib.suppress(CacheError):
+            plans.append(Plan(directory))
+    return plans
+
+
+def _drop(path: Path, lost: Sequence[str], *, allowed: bool) -> None:
+    if lost and not allowed:  # nothing is deleted that cannot come back
+        raise CacheError(
+            f"{path}: shards {', '.join(lost[:8])} are damaged and no plan on disk has "
+            "them. Restore the plans; or repair with --drop-lost, which lets go of them, and "
+            "build again, which captures their samples from the data."
+        )
+    for shard_id in lost:
+        (path / record_key(shard_id)).unlink(missing_ok=True)
