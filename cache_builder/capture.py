@@ -27,7 +27,8 @@ from shared.codec import Calibration
 from shared.errors import CaptureError
 from shared.files import remove_tree
 from shared.manifest import ShardRecord
-from shared.shard import CapturedSample, ShardWriter
+from shared.shard import CapturedSample
+from shared.shard_writer import ShardWriter
 from shared.spec import CaptureSpec
 
 logger = logging.getLogger(__name__)

@@ -38,7 +38,8 @@ from shared.files import (
 )
 from shared.index import SampleIndex
 from shared.manifest import Manifest, ShardRecord, StoredFile, Totals
-from shared.shard import GROUP, ShardReader
+from shared.shard import GROUP
+from shared.shard_reader import ShardReader
 from shared.spec import CaptureSpec
 from shared.storage import LocalStorage
 

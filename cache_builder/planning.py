@@ -17,7 +17,7 @@ from cache_builder.template import ChatTemplate
 from shared import config as configs
 from shared.cache import DESCRIPTION, PLANS, read_description
 from shared.files import canonical_json, sha256_bytes, sha256_file
-from shared.shard import ShardReader
+from shared.shard_reader import ShardReader
 from shared.spec import CaptureSpec
 from shared.storage import LocalStorage
 

@@ -17,7 +17,9 @@ from shared.cache import WIP, read_calibration
 from shared.errors import ShardCorruptError
 from shared.files import remove_tree, sha256_bytes, write_json, writing
 from shared.manifest import ShardRecord, StoredFile
-from shared.shard import GROUP, CapturedSample, ShardReader, ShardWriter
+from shared.shard import GROUP, CapturedSample
+from shared.shard_reader import ShardReader
+from shared.shard_writer import ShardWriter
 from shared.spec import CaptureSpec
 
 _GROUP_FILE = "zarr.json"

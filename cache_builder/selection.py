@@ -16,7 +16,7 @@ from cache_builder.retirement import retired_shards
 from shared.cache import PLANS, read_manifest
 from shared.errors import CacheError, ShardCorruptError
 from shared.manifest import ShardRecord
-from shared.shard import ShardReader
+from shared.shard_reader import ShardReader
 from shared.spec import CaptureSpec
 from shared.storage import LocalStorage
 

@@ -22,7 +22,8 @@ from shared.files import canonical_json, parse_json, sha256_bytes
 from shared.head import Head
 from shared.index import SampleIndex
 from shared.manifest import Manifest, ShardRecord
-from shared.shard import ShardReader, StoredSample
+from shared.shard import StoredSample
+from shared.shard_reader import ShardReader
 from shared.spec import FORMAT_VERSION, CaptureSpec
 from shared.storage import LocalStorage
 

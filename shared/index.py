@@ -14,7 +14,8 @@ from safetensors.numpy import load, save
 
 from shared.codec import Array
 from shared.errors import CacheError
-from shared.shard import SAMPLE_ID_BYTES, ShardReader
+from shared.shard import SAMPLE_ID_BYTES
+from shared.shard_reader import ShardReader
 
 _TYPES: dict[str, np.dtype[Any]] = {
     "sample_ids": np.dtype("u1"),

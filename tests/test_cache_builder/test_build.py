@@ -303,7 +303,7 @@ def test_a_full_disk_keeps_what_is_committed(
     import errno
 
     from shared.errors import OutOfSpaceError
-    from shared.shard import ShardWriter
+    from shared.shard_writer import ShardWriter
 
     cache = tmp_path / "cache"
     original = ShardWriter._append

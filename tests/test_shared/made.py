@@ -25,7 +25,9 @@ from shared.codec import PRESETS, Calibration, Codec
 from shared.files import sha256_bytes, write_bytes, write_json
 from shared.head import Head
 from shared.manifest import LayerStatistics, Manifest, ShardRecord
-from shared.shard import GROUP, CapturedSample, ShardReader, ShardWriter, StoredSample
+from shared.shard import GROUP, CapturedSample, StoredSample
+from shared.shard_reader import ShardReader
+from shared.shard_writer import ShardWriter
 from shared.spec import CaptureSpec, TargetSpec, TokenSpec
 from shared.storage import LocalStorage
 

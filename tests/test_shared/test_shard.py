@@ -18,14 +18,9 @@ from shared.codec import LevelCodec, LosslessCodec
 from shared.errors import OutOfSpaceError, ShardCorruptError
 from shared.files import sha256_file
 from shared.manifest import ShardRecord
-from shared.shard import (
-    GROUP,
-    SMALL_ARRAYS,
-    STATES,
-    STATES_OBJECT,
-    ShardReader,
-    ShardWriter,
-)
+from shared.shard import GROUP, SMALL_ARRAYS, STATES, STATES_OBJECT
+from shared.shard_reader import ShardReader
+from shared.shard_writer import ShardWriter
 from shared.spec import CaptureSpec
 from shared.storage import LocalStorage
 from tests.test_shared.made import (

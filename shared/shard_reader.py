@@ -1,0 +1,170 @@
+"""Reading one shard by sample: every byte is checked, and only those of the sample are read."""
+
+from typing import Any
+
+import google_crc32c
+import numpy as np
+import numpy.typing as npt
+import torch
+from numcodecs import zstd
+
+from shared.codec import Array, Packed, decode_chunk
+from shared.errors import ShardCorruptError
+from shared.files import sha256_bytes
+from shared.manifest import ShardRecord
+from shared.shard import (
+    CRC_BYTES,
+    GROUP,
+    INDEX_ENTRY,
+    SAMPLE_ID_BYTES,
+    SMALL_ARRAYS,
+    STATES,
+    STATES_OBJECT,
+    StoredSample,
+    chunks_of,
+)
+from shared.spec import CaptureSpec
+from shared.storage import LocalStorage
+
+
+class ShardReader:
+    """Reads samples of one committed shard. Thread-safe: it has no position."""
+
+    def __init__(self, storage: LocalStorage, record: ShardRecord, spec: CaptureSpec) -> None:
+        """Read and check everything but the states.
+
+        Raises:
+            ShardCorruptError: a piece is missing or not what the record says.
+        """
+        self._storage = storage
+        self._codec = spec.build_codec()
+        self._spec = spec
+        self.record = record
+        self._prefix = f"{GROUP}/{record.shard_id}"
+        self.arrays = {name: self._read_small(name, kind) for name, kind in SMALL_ARRAYS.items()}
+        self._check_shapes()
+        self._entries = self._read_index()
+
+    def __len__(self) -> int:
+        return self.record.num_samples
+
+    def read(self, row: int) -> StoredSample:
+        """Read, check and decode one sample. It touches the bytes of this sample only.
+
+        Raises:
+            ShardCorruptError: a chunk is not what was written.
+        """
+        arrays, step = self.arrays, self._spec.chunk_tokens
+        begin, end = (int(value) for value in arrays["sample_offsets"][row : row + 2])
+        first = int(arrays["sample_starts"][row]) // step
+        entries = self._entries[first : first + int(chunks_of(end - begin, step))]
+        base = int(entries["offset"][0])
+        last = entries[-1]
+        size = int(last["offset"]) + int(last["size"]) - base
+        data = memoryview(self._storage.read_range(f"{self._prefix}/{STATES_OBJECT}", base, size))
+        levels = np.empty(
+            (len(entries) * step, self._spec.num_captured, self._spec.target.hidden_size),
+            self._codec.stored_dtype,
+        )
+        for i, entry in enumerate(entries):
+            start = int(entry["offset"]) - base
+            decode_chunk(
+                self._codec,
+                data[start : start + int(entry["size"])],
+                int(arrays["chunk_crc32c"][first + i]),
+                levels[i * step : (i + 1) * step],
+                f"{self._storage}: shard {self.record.shard_id}, sample {row}, chunk {first + i}",
+            )
+        from_, to = (int(value) for value in arrays["outlier_offsets"][row : row + 2])
+        kind = np.int16 if self._codec.stored_dtype.itemsize == 2 else np.int8
+        return StoredSample(
+            self.sample_id(row),
+            arrays["token_ids"][begin:end],
+            arrays["loss_mask"][begin:end],
+            Packed(
+                torch.from_numpy(levels[: end - begin].view(kind)),
+                torch.from_numpy(arrays["outlier_positions"][from_:to]),
+                torch.from_numpy(arrays["outlier_bits"][from_:to].view(np.int16)),
+            ),
+            self.record.calibration,
+        )
+
+    def sample_id(self, row: int) -> str:
+        return bytes(self.arrays["sample_ids"][row]).hex()
+
+    def _read_file(self, name: str) -> bytes:
+        where = f"{self._storage}: shard {self.record.shard_id}, {name}"
+        if name not in self.record.files:
+            raise ShardCorruptError(f"{where}: not in the record. Run `cache-builder repair`.")
+        data = self._storage.read(f"{self._prefix}/{name}")
+        expected = self.record.files[name]
+        if len(data) != expected.size or sha256_bytes(data) != expected.sha256:
+            raise ShardCorruptError(
+                f"{where}: expected {expected.size:,} bytes with sha256 {expected.sha256[:16]}, "
+                f"found {len(data):,} with {sha256_bytes(data)[:16]}. Run `cache-builder repair`."
+            )
+        return data
+
+    def _read_small(self, name: str, dtype: np.dtype[Any]) -> Array:
+        tail = (SAMPLE_ID_BYTES,) if name == "sample_ids" else ()
+        if f"{name}/c/0{'/0' if tail else ''}" not in self.record.files:
+            return np.empty((0, *tail), dtype)  # an empty array has no chunk
+        data = self._read_file(f"{name}/c/0{'/0' if tail else ''}")
+        values = np.frombuffer(zstd.decompress(data[:-CRC_BYTES]), dtype).reshape(-1, *tail)
+        return values.copy()  # writable, as torch.from_numpy wants
+
+    def _check_shapes(self) -> None:
+        record, arrays, num = self.record, self.arrays, self.record.num_samples
+        lengths = np.diff(arrays["sample_offsets"])
+        chunks = chunks_of(lengths, self._spec.chunk_tokens)
+        expected = {
+            "token_ids": record.num_tokens,
+            "loss_mask": record.num_tokens,
+            "sample_offsets": num + 1,
+            "sample_starts": num,
+            "sample_ids": num,
+            "split_keys": num,
+            "sample_sources": num,
+            "chunk_crc32c": int(chunks.sum()),
+            "outlier_offsets": num + 1,
+            "outlier_positions": record.num_outliers,
+            "outlier_bits": record.num_outliers,
+        }
+        found = {name: len(values) for name, values in arrays.items()}
+        starts = (chunks.cumsum() - chunks) * self._spec.chunk_tokens
+        ends = [*arrays["sample_offsets"][-1:], *arrays["outlier_offsets"][-1:]]
+        if (
+            found != expected
+            or (lengths <= 0).any()
+            or not np.array_equal(starts, arrays["sample_starts"])
+            or ends != [record.num_tokens, record.num_outliers]
+        ):
+            raise ShardCorruptError(
+                f"{self._storage}: shard {record.shard_id}: its arrays disagree with its record "
+                f"(expected lengths {expected}, found {found}). Run `cache-builder repair`."
+            )
+
+    def _read_index(self) -> npt.NDArray[np.void]:
+        num_chunks = len(self.arrays["chunk_crc32c"])
+        if STATES_OBJECT not in self.record.files:
+            raise ShardCorruptError(
+                f"{self._storage}: shard {self.record.shard_id}, {STATES}: not in the record. "
+                "Run `cache-builder repair`."
+            )
+        total = self.record.files[STATES_OBJECT].size
+        size = num_chunks * INDEX_ENTRY.itemsize + CRC_BYTES
+        key = f"{self._prefix}/{STATES_OBJECT}"
+        where = f"{self._storage}: shard {self.record.shard_id}, {STATES}"
+        data = self._storage.read_range(key, total - size, size)
+        if google_crc32c.value(data[:-CRC_BYTES]) != int.from_bytes(data[-CRC_BYTES:], "little"):
+            raise ShardCorruptError(
+                f"{where}: the checksum of the chunk index differs. Run `cache-builder repair`."
+            )
+        entries = np.frombuffer(data[:-CRC_BYTES], INDEX_ENTRY)
+        ends = entries["offset"] + entries["size"]
+        begins = np.concatenate([np.zeros(1, np.uint64), ends])
+        if not np.array_equal(begins[:-1], entries["offset"]) or begins[-1] != total - size:
+            raise ShardCorruptError(
+                f"{where}: chunks are missing from the index. Run `cache-builder repair`."
+            )
+        return entries
