@@ -97,7 +97,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodecConfig:
-    preset: Literal["lossless", "balanced"] = "balanced"
+    preset: Literal["lossless", "balanced", "small"] = "balanced"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,6 +9,7 @@ T tokens of one sample   L captured layers   D hidden size   C tokens of one chu
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -22,6 +23,7 @@ from zarr.abc.codec import BytesBytesCodec
 from zarr.codecs import BloscCodec, Crc32cCodec, TransposeCodec, ZstdCodec
 
 from shared.errors import CacheIncompatibleError, ShardCorruptError
+from shared.scratch import Scratch
 
 CHUNK_TOKENS = 64
 """Tokens of one chunk. 1,024 read 3 to 5 times slower, 16 make the index 4 times longer."""
@@ -29,13 +31,18 @@ CHUNK_TOKENS = 64
 _BLOCK_BYTES = 1 << 20
 """Blosc's block. Its automatic choice costs 10 points of ratio on these data."""
 
-_UNPACK_TOKENS = 16
+_BLOCK_VALUES = 1 << 16
+"""What a CPU quantises or expands at a time, so that the float32 values never leave its cache:
+two to three times faster than one pass over all of them. A GPU takes all at once."""
+
 _CRC_BYTES = 4
-_LEVEL_MAX = 127
 _MAX_CHUNK_BYTES = (1 << 31) - 1 - (1 << 20)
 """What the compressors take in one call."""
 
 Array = npt.NDArray[Any]
+
+_by_layer = Scratch()
+"""A decoded chunk before its axes are exchanged."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -57,13 +64,20 @@ class Packed:
     """One sample between `pack` and `encode`, or between `decode` and `unpack`."""
 
     levels_TLD: Tensor
-    """int16 (bit patterns of bfloat16) or int8 (levels) [T, L, D]."""
+    """int16 (bit patterns of bfloat16) or int8 (levels) [T, L, D], or uint8 [T, L, D / 2]: the
+    levels of channel d in the lower four bits of byte d, of channel D / 2 + d in the upper."""
 
     outlier_position: Tensor
     """int64 [E], ascending: flat positions in [T, L, D] whose level does not hold the value."""
 
     outlier_bits: Tensor
     """int16 [E]: bit patterns of the bfloat16 values there."""
+
+    @property
+    def values_per_token(self) -> int:
+        """L x D: what outlier positions of one token span."""
+        per_element = 2 if self.levels_TLD.dtype == torch.uint8 else 1
+        return per_element * self.levels_TLD[0].numel()
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Packed":
         return Packed(
@@ -82,6 +96,17 @@ class Codec(Protocol):
     @property
     def stored_dtype(self) -> np.dtype[Any]:
         """Type of the array in the store."""
+
+    @property
+    def packed_dtype(self) -> np.dtype[Any]:
+        """The same bytes as `Packed` has them: torch knows few unsigned types."""
+
+    def stored_width(self, hidden_size: int) -> int:
+        """Elements of the array in the store for the D channels of one layer.
+
+        Raises:
+            CacheIncompatibleError: the codec cannot store this many.
+        """
 
     @property
     def needs_calibration(self) -> bool: ...
@@ -110,6 +135,15 @@ class Codec(Protocol):
     def to_dict(self) -> dict[str, Any]: ...
 
 
+def _blocks(values_TLD: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """`values_TLD` in pieces of tokens that suit its device, each with its first token."""
+    step = max(len(values_TLD), 1)
+    if values_TLD.device.type == "cpu":
+        step = max(_BLOCK_VALUES // max(values_TLD.shape[1:].numel(), 1), 1)
+    for start in range(0, len(values_TLD), step):
+        yield start, values_TLD[start : start + step]
+
+
 def _empty(device: torch.device) -> tuple[Tensor, Tensor]:
     return (
         torch.empty(0, dtype=torch.int64, device=device),
@@ -127,8 +161,12 @@ class LosslessCodec:
 
     name: ClassVar[str] = "lossless"
     stored_dtype: ClassVar[np.dtype[Any]] = np.dtype("<u2")
+    packed_dtype: ClassVar[np.dtype[Any]] = np.dtype("<i2")
     needs_calibration: ClassVar[bool] = False
     expected_ratio: ClassVar[float] = 0.70
+
+    def stored_width(self, hidden_size: int) -> int:
+        return hidden_size
 
     def calibrate(self, hidden_TLD: Tensor) -> None:
         return None
@@ -148,7 +186,8 @@ class LosslessCodec:
         )
 
     def decode(self, data: Any, out_CLD: Array) -> None:
-        by_layer = np.empty((out_CLD.shape[1], out_CLD.shape[0], out_CLD.shape[2]), out_CLD.dtype)
+        num_tokens, num_layers, width = out_CLD.shape
+        by_layer = _by_layer.array((num_layers, num_tokens, width), out_CLD.dtype)
         blosc.decompress(data, by_layer)
         out_CLD[...] = by_layer.transpose(1, 0, 2)
 
@@ -169,29 +208,63 @@ class LosslessCodec:
 
 @dataclass(frozen=True, slots=True)
 class LevelCodec:
-    """int8 levels of a static step per channel, and the exact value where int8 cannot hold it.
+    """Small integers of a static step per channel, and the exact value where none holds it.
 
     The step is `step` times the channel's standard deviation, so the error (rms over the
     channel's standard deviation) is `step / sqrt(12)`: 1.8 % at 1/16, which is what the states of
     one model differ by between two attention kernels. Nothing is ever saturated: a value outside
     the levels (massive activations of the first token) or not finite is stored exactly.
+
+    With 4 bits two levels share a byte. That is for wide steps: the compressor spends whole bits
+    on a symbol and looks for matches where symbols repeat often, so it does better on pairs, and
+    has half as many bytes to decode.
     """
 
     name: ClassVar[str] = "levels"
-    stored_dtype: ClassVar[np.dtype[Any]] = np.dtype("i1")
     needs_calibration: ClassVar[bool] = True
 
     step: float
     """Width of one level in standard deviations of the channel."""
 
+    bits: int = 8
+    """Of one level: 8 for levels up to 127, 4 for levels up to 7."""
+
     def __post_init__(self) -> None:
         if not 0.0 < self.step <= 1.0:
             raise ValueError(f"step must be in (0, 1], got {self.step}")
+        if self.bits not in (4, 8):
+            raise ValueError(f"bits must be 4 or 8, got {self.bits}")
+
+    @property
+    def stored_dtype(self) -> np.dtype[Any]:
+        return np.dtype("i1" if self.bits == 8 else "u1")
+
+    @property
+    def packed_dtype(self) -> np.dtype[Any]:
+        return self.stored_dtype
 
     @property
     def expected_ratio(self) -> float:
         """From the entropy of a rounded Gaussian, 2.05 + log2(1 / step) bits of 16."""
         return (2.05 - math.log2(self.step)) / 16
+
+    @property
+    def _torch_dtype(self) -> torch.dtype:
+        return torch.int8 if self.bits == 8 else torch.uint8
+
+    @property
+    def _level_max(self) -> int:
+        return 127 if self.bits == 8 else 7
+
+    def stored_width(self, hidden_size: int) -> int:
+        if self.bits == 8:
+            return hidden_size
+        if hidden_size % 2:
+            raise CacheIncompatibleError(
+                f"a codec of 4 bits stores channels in pairs, the target has {hidden_size}. "
+                "Choose another codec.preset."
+            )
+        return hidden_size // 2
 
     def calibrate(self, hidden_TLD: Tensor) -> Calibration:
         """Mean and step per channel from `hidden_TLD`, without the tokens of massive activations.
@@ -212,28 +285,39 @@ class LevelCodec:
 
     def pack(self, hidden_TLD: Tensor, calibration: Calibration | None) -> Packed:
         assert calibration is not None
-        scaled_TLD = (hidden_TLD.float() - calibration.mean_LD) / calibration.step_LD
-        level_TLD = scaled_TLD.round()
-        held_TLD = level_TLD.abs() <= _LEVEL_MAX  # False for NaN and infinities too
-        if bool(held_TLD.all()):
-            return Packed(level_TLD.to(torch.int8), *_empty(hidden_TLD.device))
-        position = (~held_TLD).flatten().nonzero().squeeze(1)
-        bits = hidden_TLD.contiguous().view(torch.int16).flatten()[position]
-        levels = torch.where(held_TLD, level_TLD, 0.0).to(torch.int8)
-        return Packed(levels, position, bits)
+        num_tokens, num_layers, size = hidden_TLD.shape
+        shape = (num_tokens, num_layers, self.stored_width(size))
+        levels_TLD = torch.empty(shape, dtype=self._torch_dtype, device=hidden_TLD.device)
+        outliers = []
+        for start, part_TLD in _blocks(hidden_TLD):
+            level_TLD = (part_TLD - calibration.mean_LD).div_(calibration.step_LD).round_()
+            held_TLD = level_TLD.abs() <= self._level_max  # False for NaN and infinities too
+            if not bool(held_TLD.all()):
+                position = held_TLD.logical_not_().flatten().nonzero().squeeze(1)
+                bits = part_TLD.contiguous().view(torch.int16).flatten()[position]
+                outliers.append((position + start * num_layers * size, bits))
+                level_TLD.view(-1)[position] = 0.0
+            if self.bits == 4:
+                lower, upper = level_TLD.to(torch.int8).chunk(2, -1)
+                level_TLD = ((lower & 15) | (upper << 4)).view(torch.uint8)
+            levels_TLD[start : start + len(part_TLD)] = level_TLD
+        if not outliers:
+            return Packed(levels_TLD, *_empty(hidden_TLD.device))
+        positions, values = (torch.cat(parts) for parts in zip(*outliers, strict=True))
+        return Packed(levels_TLD, positions, values)
 
     def unpack(self, packed: Packed, calibration: Calibration | None) -> Tensor:
         assert calibration is not None
-        levels_TLD, mean_LD, step_LD = packed.levels_TLD, calibration.mean_LD, calibration.step_LD
-        hidden_TLD = torch.empty_like(levels_TLD, dtype=torch.bfloat16)
-        # On a CPU a few tokens at a time, so that the float32 values never leave the cache:
-        # two to three times faster than one pass over all of them.
-        step = _UNPACK_TOKENS if levels_TLD.device.type == "cpu" else max(len(levels_TLD), 1)
-        wide_TLD = torch.empty_like(levels_TLD[:step], dtype=torch.float32)
-        for start in range(0, len(levels_TLD), step):
-            part_TLD = levels_TLD[start : start + step]
-            torch.addcmul(mean_LD, part_TLD, step_LD, out=wide_TLD[: len(part_TLD)])
-            hidden_TLD[start : start + step] = wide_TLD[: len(part_TLD)]
+        mean_LD, step_LD = calibration.mean_LD, calibration.step_LD
+        num_tokens, (num_layers, size) = len(packed.levels_TLD), mean_LD.shape
+        hidden_TLD = torch.empty(
+            (num_tokens, num_layers, size), dtype=torch.bfloat16, device=packed.levels_TLD.device
+        )
+        for start, part_TLD in _blocks(packed.levels_TLD.view(torch.int8)):
+            out_TLD = hidden_TLD[start : start + len(part_TLD)]
+            if self.bits == 4:
+                part_TLD = torch.cat([part_TLD << 4 >> 4, part_TLD >> 4], -1)
+            out_TLD.copy_(torch.addcmul(mean_LD, part_TLD, step_LD))
         if packed.outlier_position.numel():
             values = packed.outlier_bits.view(torch.bfloat16)
             hidden_TLD.view(-1)[packed.outlier_position] = values
@@ -252,10 +336,15 @@ class LevelCodec:
         return [ZstdCodec(level=1, checksum=False), Crc32cCodec()]
 
     def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "step": self.step}
+        fields = {"name": self.name, "step": self.step}
+        return fields if self.bits == 8 else fields | {"bits": self.bits}
 
 
-PRESETS: dict[str, Codec] = {"lossless": LosslessCodec(), "balanced": LevelCodec(step=1 / 16)}
+PRESETS: dict[str, Codec] = {
+    "lossless": LosslessCodec(),
+    "balanced": LevelCodec(step=1 / 16),
+    "small": LevelCodec(step=1 / 2, bits=4),
+}
 """The codecs by the names that a config uses."""
 
 
@@ -270,6 +359,10 @@ def codec_from_dict(fields: dict[str, Any]) -> Codec:
             return LosslessCodec()
         case {"name": "levels", "step": float(step), **rest} if not rest and 0.0 < step <= 1.0:
             return LevelCodec(step=step)
+        case {"name": "levels", "step": float(step), "bits": 4, **rest} if (
+            not rest and 0.0 < step <= 1.0
+        ):
+            return LevelCodec(step=step, bits=4)
     raise CacheIncompatibleError(
         f"codec {fields!r} is unknown to this version. Read the cache with the one that wrote it."
     )
@@ -279,9 +372,11 @@ def check_chunk_bytes(codec: Codec, num_layers: int, hidden_size: int) -> None:
     """Refuse chunks that the compressors cannot take.
 
     Raises:
-        CacheIncompatibleError: one chunk is larger than 2 GiB.
+        CacheIncompatibleError: one chunk is larger than 2 GiB, or has an odd number of channels
+            where the codec stores pairs.
     """
-    size = CHUNK_TOKENS * num_layers * hidden_size * codec.stored_dtype.itemsize
+    width = codec.stored_width(hidden_size)
+    size = CHUNK_TOKENS * num_layers * width * codec.stored_dtype.itemsize
     if size > _MAX_CHUNK_BYTES:
         raise CacheIncompatibleError(
             f"a chunk of {CHUNK_TOKENS} tokens x {num_layers} layers x {hidden_size} channels has "
@@ -296,16 +391,16 @@ def encode_chunk(codec: Codec, levels_CLD: Array) -> tuple[bytes, int]:
     return body + crc.to_bytes(_CRC_BYTES, "little"), crc
 
 
-def decode_chunk(codec: Codec, data: memoryview, crc: int, out_CLD: Array, where: str) -> None:
-    """Check one stored chunk against the checksum of the record, then decode it.
+def decode_chunk(codec: Codec, data: Array, crc: int, out_CLD: Array, where: str) -> None:
+    """Check one stored chunk, uint8, against the checksum of the record, then decode it.
 
     Raises:
         ShardCorruptError: other bytes than were written, or they do not decode.
     """
     body = data[:-_CRC_BYTES]
     if (
-        int.from_bytes(data[-_CRC_BYTES:], "little") != crc
-        or google_crc32c.value(np.frombuffer(body, np.uint8)) != crc  # it takes no memoryview
+        int.from_bytes(data[-_CRC_BYTES:].tobytes(), "little") != crc
+        or google_crc32c.value(body) != crc
     ):
         raise ShardCorruptError(
             f"{where}: checksum differs from the one written. Run `cache-builder repair`."

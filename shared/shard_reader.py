@@ -1,5 +1,6 @@
 """Reading one shard by sample: every byte is checked, and only those of the sample are read."""
 
+from itertools import pairwise
 from typing import Any
 
 import google_crc32c
@@ -12,6 +13,7 @@ from shared.codec import Array, Packed, decode_chunk
 from shared.errors import ShardCorruptError
 from shared.files import sha256_bytes
 from shared.manifest import ShardRecord
+from shared.scratch import Scratch
 from shared.shard import (
     CRC_BYTES,
     GROUP,
@@ -24,7 +26,10 @@ from shared.shard import (
     chunks_of,
 )
 from shared.spec import CaptureSpec
-from shared.storage import LocalStorage
+from shared.storage import LocalStorage, StoredObject
+
+_stored = Scratch()
+"""Encoded bytes of the sample that a thread is reading."""
 
 
 class ShardReader:
@@ -43,7 +48,8 @@ class ShardReader:
         self._prefix = f"{GROUP}/{record.shard_id}"
         self.arrays = {name: self._read_small(name, kind) for name, kind in SMALL_ARRAYS.items()}
         self._check_shapes()
-        self._entries = self._read_index()
+        self._bounds = self._read_index()
+        self._states: StoredObject | None = None
 
     def __len__(self) -> int:
         return self.record.num_samples
@@ -54,40 +60,42 @@ class ShardReader:
         Raises:
             ShardCorruptError: a chunk is not what was written.
         """
-        arrays, step = self.arrays, self._spec.chunk_tokens
-        begin, end = (int(value) for value in arrays["sample_offsets"][row : row + 2])
+        arrays, step, codec = self.arrays, self._spec.chunk_tokens, self._codec
+        begin, end = arrays["sample_offsets"][row : row + 2].tolist()
         first = int(arrays["sample_starts"][row]) // step
-        entries = self._entries[first : first + int(chunks_of(end - begin, step))]
-        base = int(entries["offset"][0])
-        last = entries[-1]
-        size = int(last["offset"]) + int(last["size"]) - base
-        data = memoryview(self._storage.read_range(f"{self._prefix}/{STATES_OBJECT}", base, size))
-        levels = np.empty(
-            (len(entries) * step, self._spec.num_captured, self._spec.target.hidden_size),
-            self._codec.stored_dtype,
-        )
-        for i, entry in enumerate(entries):
-            start = int(entry["offset"]) - base
+        num_chunks = int(chunks_of(end - begin, step))
+        bounds = self._bounds[first : first + num_chunks + 1].tolist()
+        crcs = arrays["chunk_crc32c"][first : first + num_chunks].tolist()
+        data = _stored.array((bounds[-1] - bounds[0],))
+        self._open_states().read_into(data.data, bounds[0])
+        width = codec.stored_width(self._spec.target.hidden_size)
+        levels = np.empty((num_chunks * step, self._spec.num_captured, width), codec.stored_dtype)
+        for i, (from_, to) in enumerate(pairwise(bounds)):
             decode_chunk(
-                self._codec,
-                data[start : start + int(entry["size"])],
-                int(arrays["chunk_crc32c"][first + i]),
+                codec,
+                data[from_ - bounds[0] : to - bounds[0]],
+                crcs[i],
                 levels[i * step : (i + 1) * step],
                 f"{self._storage}: shard {self.record.shard_id}, sample {row}, chunk {first + i}",
             )
-        from_, to = (int(value) for value in arrays["outlier_offsets"][row : row + 2])
-        kind = np.int16 if self._codec.stored_dtype.itemsize == 2 else np.int8
+        from_, to = arrays["outlier_offsets"][row : row + 2].tolist()
         return StoredSample(
             self.sample_id(row),
             arrays["token_ids"][begin:end],
             arrays["loss_mask"][begin:end],
             Packed(
-                torch.from_numpy(levels[: end - begin].view(kind)),
+                torch.from_numpy(levels[: end - begin].view(codec.packed_dtype)),
                 torch.from_numpy(arrays["outlier_positions"][from_:to]),
                 torch.from_numpy(arrays["outlier_bits"][from_:to].view(np.int16)),
             ),
             self.record.calibration,
         )
+
+    def _open_states(self) -> StoredObject:
+        """The states, open from the first sample on: readers of the small arrays hold no file."""
+        if self._states is None:  # two threads may both open it, and the later one stays
+            self._states = self._storage.open(f"{self._prefix}/{STATES_OBJECT}")
+        return self._states
 
     def sample_id(self, row: int) -> str:
         return bytes(self.arrays["sample_ids"][row]).hex()
@@ -144,7 +152,8 @@ class ShardReader:
                 f"(expected lengths {expected}, found {found}). Run `cache-builder repair`."
             )
 
-    def _read_index(self) -> npt.NDArray[np.void]:
+    def _read_index(self) -> npt.NDArray[np.int64]:
+        """Where each chunk begins, and where the last one ends: int64 [C + 1]."""
         num_chunks = len(self.arrays["chunk_crc32c"])
         if STATES_OBJECT not in self.record.files:
             raise ShardCorruptError(
@@ -167,4 +176,4 @@ class ShardReader:
             raise ShardCorruptError(
                 f"{where}: chunks are missing from the index. Run `cache-builder repair`."
             )
-        return entries
+        return begins.astype(np.int64)

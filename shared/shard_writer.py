@@ -38,6 +38,8 @@ class ShardWriter:
         self._directory = directory
         self._spec = spec
         self._codec: Codec = spec.build_codec()
+        width = self._codec.stored_width(spec.target.hidden_size)
+        self._row_shape = (spec.num_captured, width)
         self._shard_id = shard_id
         self._entries: list[tuple[int, int]] = []
         self._crcs: list[int] = []
@@ -63,7 +65,7 @@ class ShardWriter:
                 f"sample {sample.sample_id}: {lengths[0]} rows of states, {lengths[1]} tokens, "
                 f"{lengths[2]} mask entries; they must be equal and positive"
             )
-        expected = (self._spec.num_captured, self._spec.target.hidden_size)
+        expected = self._row_shape
         if levels_TLD.shape[1:] != expected:
             raise ValueError(
                 f"sample {sample.sample_id}: states of shape {levels_TLD.shape}, expected "
@@ -157,7 +159,7 @@ class ShardWriter:
             },
         )
         padded = max(num_chunks, 1) * spec.chunk_tokens
-        states = (spec.num_captured, spec.target.hidden_size)
+        states = self._row_shape
         group.create_array(
             STATES,
             shape=(num_chunks * spec.chunk_tokens, *states),

@@ -47,30 +47,61 @@ class LocalStorage:
         except OSError as error:
             raise ShardCorruptError(f"{self.root}/{key}: {_why(error)}") from error
 
+    def open(self, key: str) -> "StoredObject":
+        """`key`, open for reading until the last reference to it is dropped.
+
+        Raises:
+            ShardCorruptError: it is missing or cannot be read.
+        """
+        return StoredObject(self.path(key), f"{self.root}/{key}")
+
     def read_range(self, key: str, start: int, size: int) -> bytes:
         """`size` bytes of `key` from `start`.
 
         Raises:
             ShardCorruptError: it is missing, cannot be read or ends earlier.
         """
+        data = bytearray(size)
+        self.open(key).read_into(memoryview(data), start)
+        return bytes(data)
+
+
+class StoredObject:
+    """One open file. Without a position: threads and forked processes may read it at once."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self._name = name
+        self._descriptor = -1
         try:
-            descriptor = os.open(self.path(key), os.O_RDONLY)
-            try:
-                data = os.pread(descriptor, size, start)
-                while len(data) < size and (
-                    more := os.pread(descriptor, size - len(data), start + len(data))
-                ):
-                    data += more
-            finally:
-                os.close(descriptor)
+            self._descriptor = os.open(path, os.O_RDONLY)
         except OSError as error:
-            raise ShardCorruptError(f"{self.root}/{key}: {_why(error)}") from error
-        if len(data) != size:
+            raise ShardCorruptError(f"{name}: {_why(error)}") from error
+
+    def __del__(self) -> None:
+        # Not by a method: a thread may still read what another one has evicted from its cache,
+        # and a number closed too early may already belong to another file.
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+    def read_into(self, buffer: memoryview, start: int) -> None:
+        """Fill `buffer` with the bytes from `start`.
+
+        Raises:
+            ShardCorruptError: it cannot be read or ends earlier.
+        """
+        done = 0
+        try:
+            while done < len(buffer) and (
+                count := os.preadv(self._descriptor, [buffer[done:]], start + done)
+            ):
+                done += count
+        except OSError as error:
+            raise ShardCorruptError(f"{self._name}: {_why(error)}") from error
+        if done != len(buffer):
             raise ShardCorruptError(
-                f"{self.root}/{key}: expected {size:,} bytes at {start:,}, found {len(data):,}. "
+                f"{self._name}: expected {len(buffer):,} bytes at {start:,}, found {done:,}. "
                 "The file is truncated. Run `cache-builder repair`."
             )
-        return data
 
 
 def _why(error: OSError) -> str:

@@ -90,7 +90,7 @@ class Features:
             calibration = self._cache.calibration(name)
             if calibration is not None:
                 calibration = calibration.to(self._device)
-            size = packed.levels_TLD[0].numel()
+            size = packed.values_per_token
             inside = (packed.outlier_position >= begin * size) & (
                 packed.outlier_position < end * size
             )
@@ -116,7 +116,7 @@ def collate(
     """Pack whole samples into one row; `anchors` are positions inside each sample."""
     lengths = [len(sample.token_ids) for sample in samples]
     starts = np.cumsum([0, *lengths])
-    size = samples[0].packed.levels_TLD[0].numel()
+    size = samples[0].packed.values_per_token
     calibrations: list[tuple[str | None, int]] = []
     for sample, end in zip(samples, starts[1:].tolist(), strict=True):
         if calibrations and calibrations[-1][0] == sample.calibration:

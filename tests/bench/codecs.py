@@ -31,6 +31,7 @@ from tests.bench.states import States
 CODECS: dict[str, Codec] = {
     "lossless": LosslessCodec(),
     **{f"step 1/{n}": LevelCodec(step=1 / n) for n in (32, 16, 8, 4, 2)},
+    "1/2 in pairs": LevelCodec(step=1 / 2, bits=4),
 }
 CALIBRATION_TOKENS = 8_192
 _CHUNK_OVERHEAD = 20
@@ -203,9 +204,8 @@ def _steps(
         buffer = buffers[number]
         for i, (data, crc) in enumerate(encoded[number]):
             out_CLD = buffer[i * CHUNK_TOKENS : (i + 1) * CHUNK_TOKENS]
-            decode_chunk(codec, memoryview(data), crc, out_CLD, "bench")
-        kind = np.int16 if buffer.itemsize == 2 else np.int8
-        levels_TLD = torch.from_numpy(buffer[: len(samples[number])].view(kind))
+            decode_chunk(codec, np.frombuffer(data, np.uint8), crc, out_CLD, "bench")
+        levels_TLD = torch.from_numpy(buffer[: len(samples[number])].view(codec.packed_dtype))
         return Packed(levels_TLD, packed[number].outlier_position, packed[number].outlier_bits)
 
     def decode() -> None:

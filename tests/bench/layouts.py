@@ -22,13 +22,14 @@ from cache_builder.commit import publish
 from shared.cache import Cache
 from shared.codec import CHUNK_TOKENS, PRESETS, Codec
 from shared.shard import GROUP
-from shared.storage import LocalStorage
+from shared.storage import LocalStorage, StoredObject
 from tests.bench.codecs import calibrated, chunks
 from tests.bench.states import States
 from tests.test_shared.made import add_shard, create_cache, make_sample, make_spec
 
 OURS = "ours, balanced to int8 levels"
 OURS_BFLOAT16 = "ours, balanced to bf16"
+SMALL = "ours, small to pairs of levels"
 RAW = "raw bf16, mapped (DeepSpec)"
 CODEC = "limit: codec of balanced alone"
 
@@ -126,16 +127,21 @@ class Ours(Layout):
     def bytes_asked(self, numbers: Sequence[int]) -> int:
         """Bytes that reading these samples asks the storage for, each shard being open."""
         assert self._cache is not None
-        asked, storage = 0, self._cache.storage
+        asked = 0
 
-        class Counting(LocalStorage):
-            def read_range(self, key: str, start: int, size: int) -> bytes:
+        class Counting(StoredObject):
+            def read_into(self, buffer: memoryview, start: int) -> None:
                 nonlocal asked
-                asked += size
-                return super().read_range(key, start, size)
+                asked += len(buffer)
+                super().read_into(buffer, start)
+
+        class CountingStorage(LocalStorage):
+            def open(self, key: str) -> StoredObject:
+                return Counting(self.path(key), key)
 
         for shard_id in self._cache.shard_ids:
-            self._cache.shard(shard_id)._storage = Counting(storage.root)
+            reader = self._cache.shard(shard_id)
+            reader._storage, reader._states = CountingStorage(self.path), None
         for number in numbers:
             self._cache.read(number)
         return asked
@@ -284,10 +290,11 @@ class Memory(Layout):
 
 
 def all_layouts(directory: Path) -> list[Layout]:
-    balanced, lossless = PRESETS["balanced"], PRESETS["lossless"]
+    balanced, small, lossless = (PRESETS[name] for name in ("balanced", "small", "lossless"))
     return [
         Ours(OURS, directory / "balanced", balanced, unpacked=False),
         Ours(OURS_BFLOAT16, directory / "balanced", balanced, unpacked=True),
+        Ours(SMALL, directory / "small", small, unpacked=False),
         Ours("ours, lossless to bf16", directory / "lossless", lossless, unpacked=True),
         RawMapped(directory / "mapped"),
         SafetensorsFiles(directory / "safetensors"),

@@ -1,4 +1,4 @@
-"""Writes the golden caches: `python -m tests.test_shared.make_golden`.
+"""Writes the golden caches named: `python -m tests.test_shared.make_golden small-1`.
 
 They keep every released format version readable. They are never written again for a version that
 was released; a new version gets directories of its own.
@@ -6,6 +6,7 @@ was released; a new version gets directories of its own.
 
 import hashlib
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cache_builder.commit import publish
-from shared.codec import Calibration, LevelCodec, LosslessCodec
+from shared.codec import Calibration, Codec, LevelCodec, LosslessCodec
 from shared.shard import CapturedSample
 from shared.spec import CaptureSpec
 from tests.test_shared.made import add_shard, create_cache, make_sample, make_spec
@@ -23,6 +24,7 @@ GOLDEN = Path(__file__).parent / "golden"
 SHARDS = {
     "lossless-1": ((65, 3),),
     "levels-1": ((65, 3), (2,)),
+    "small-1": ((65, 3),),
 }
 """Lengths of the samples, by shard, of each golden cache. A second shard is a second generation."""
 
@@ -30,8 +32,15 @@ OUTLIERS = {(0, 0, 0): 0x46E3, (2, 1, 7): 0x7FC1, (2, 0, 3): 0xFF80}
 """Bit patterns by token, layer and channel of the longest sample: 29,056, a NaN and -infinity."""
 
 
+CODECS: dict[str, Codec] = {
+    "lossless-1": LosslessCodec(),
+    "levels-1": LevelCodec(step=1 / 16),
+    "small-1": LevelCodec(step=1 / 2, bits=4),
+}
+
+
 def golden_spec(name: str) -> CaptureSpec:
-    return make_spec(LosslessCodec() if name == "lossless-1" else LevelCodec(step=1 / 16))
+    return make_spec(CODECS[name])
 
 
 def golden_calibration() -> Calibration:
@@ -48,7 +57,7 @@ def golden_levels(num_tokens: int) -> Tensor:
 
 
 def golden_states(num_tokens: int) -> Tensor:
-    """bfloat16 [T, 2, 8]: what both golden caches hold, exactly."""
+    """bfloat16 [T, 2, 8]: what all golden caches hold, exactly."""
     calibration = golden_calibration()
     hidden = (calibration.mean_LD + calibration.step_LD * golden_levels(num_tokens)).bfloat16()
     if num_tokens == 65:
@@ -104,6 +113,6 @@ def write_golden(path: Path, name: str) -> None:
 
 
 if __name__ == "__main__":
-    for name in SHARDS:
+    for name in sys.argv[1:]:
         shutil.rmtree(GOLDEN / name, ignore_errors=True)
         write_golden(GOLDEN / name, name)

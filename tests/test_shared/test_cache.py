@@ -420,7 +420,7 @@ def golden(request: pytest.FixtureRequest) -> Cache:
     return Cache(GOLDEN / request.param)
 
 
-LENGTHS_OF_GOLDEN = {"lossless-1": [65, 3], "levels-1": [65, 3, 2]}
+LENGTHS_OF_GOLDEN = {"lossless-1": [65, 3], "levels-1": [65, 3, 2], "small-1": [65, 3]}
 
 
 def test_a_golden_cache_holds_exactly_what_was_put_in(golden: Cache) -> None:
@@ -458,10 +458,25 @@ def test_the_levels_and_outliers_of_the_golden_cache_are_apart() -> None:
     assert packed.outlier_position.tolist() == sorted(positions)
 
 
+def test_the_golden_cache_of_small_has_two_levels_in_a_byte_and_the_rest_beside_them() -> None:
+    packed = Cache(GOLDEN / "small-1").read(0).packed
+    levels = golden_levels(65)
+    for place in OUTLIERS:
+        levels[place] = 0
+    held = levels.abs() <= 7
+    lower, upper = levels.where(held, torch.tensor(0)).chunk(2, -1)
+    assert packed.levels_TLD.tolist() == (lower % 16 + 16 * (upper % 16)).tolist()
+    for place in OUTLIERS:
+        held[place] = False
+    assert packed.outlier_position.tolist() == (~held).flatten().nonzero().squeeze(1).tolist()
+
+
 def test_the_metadata_of_the_golden_caches_are_these() -> None:
     levels, lossless = (Cache(GOLDEN / name) for name in ("levels-1", "lossless-1"))
     assert levels.spec == make_spec(LevelCodec(step=1 / 16))
     assert lossless.spec == make_spec(LosslessCodec())
+    small = Cache(GOLDEN / "small-1")
+    assert small.spec == make_spec(LevelCodec(step=1 / 2, bits=4))
     assert (levels.manifest.generation, lossless.manifest.generation) == (2, 1)
     assert len(Cache(GOLDEN / "levels-1", generation=1).index) == 2
     assert levels.manifest.sources == ("alpha", "beta")
@@ -479,6 +494,7 @@ def test_the_metadata_of_the_golden_caches_are_these() -> None:
 FINGERPRINTS = {
     "lossless-1": "d4a6c6fd76ac19086b87a791d2603091f085225b451c720e2be1d825edb3fbc8",
     "levels-1": "f3aaad027b74d1436be520894238d4bc5c2616d1db62befe7d9a9a6bc62b6f2d",
+    "small-1": "5e5e688e2dbfa24d005417074cf50b5a20767330bcc3057ad60eda52d9337e17",
 }
 
 
@@ -522,7 +538,7 @@ def test_format_md_decodes_outliers_and_every_bit_pattern(decode: Any, tmp_path:
     patterns = np.arange(2**16, dtype=np.uint16).view(np.int16)
     for codec in CODECS:
         spec = make_spec(codec, hidden_size=128)
-        path = tmp_path / codec.name
+        path = tmp_path / spec.fingerprint
         name = create_cache(path, spec)
         hidden = torch.from_numpy(patterns).view(torch.bfloat16).reshape(-1, 2, 128)
         add_shard(path, spec, "0001-00000", [make_sample(spec, hidden)], calibration=name)

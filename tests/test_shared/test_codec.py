@@ -32,6 +32,8 @@ from tests.test_shared.made import CODECS, bits
 from tests.test_shared.mutate import steady
 
 each_codec = pytest.mark.parametrize("codec", CODECS, ids=list(PRESETS))
+LEVELS = {name: codec for name, codec in PRESETS.items() if isinstance(codec, LevelCodec)}
+each_level_codec = pytest.mark.parametrize("codec", LEVELS.values(), ids=list(LEVELS))
 
 
 def normal(num_tokens: int, num_layers: int = 2, size: int = 32, *, seed: int = 0) -> Tensor:
@@ -52,9 +54,12 @@ def through_bytes(codec: Codec, packed: Packed) -> Packed:
     for start in range(0, len(levels), CHUNK_TOKENS):
         chunk = slice(start, start + CHUNK_TOKENS)
         data, crc = encode_chunk(codec, levels[chunk])
-        decode_chunk(codec, memoryview(data), crc, decoded[chunk], "here")
-    signed = decoded.view(np.int16 if decoded.itemsize == 2 else np.int8)
-    return Packed(torch.from_numpy(signed), packed.outlier_position, packed.outlier_bits)
+        decode_chunk(codec, np.frombuffer(data, np.uint8), crc, decoded[chunk], "here")
+    return Packed(
+        torch.from_numpy(decoded.view(codec.packed_dtype)),
+        packed.outlier_position,
+        packed.outlier_bits,
+    )
 
 
 def round_trip(codec: Codec, hidden_TLD: Tensor, calibration: Calibration | None) -> Tensor:
@@ -66,13 +71,15 @@ def test_lossless_keeps_every_bit_pattern() -> None:
     assert np.array_equal(bits(round_trip(LosslessCodec(), hidden, None)), bits(hidden))
 
 
-def test_levels_keep_every_bit_pattern_that_they_cannot_hold() -> None:
+@pytest.mark.parametrize(("codec", "last"), [(LEVELS["balanced"], 127), (LEVELS["small"], 7)])
+def test_levels_keep_every_bit_pattern_that_they_cannot_hold(codec: LevelCodec, last: int) -> None:
     hidden = every_bit_pattern()
-    calibration = Calibration(torch.zeros(2, 128), torch.full((2, 128), 1 / 16))
-    found = round_trip(LevelCodec(step=1 / 16), hidden, calibration)
-    inside = (hidden.float().abs() / (1 / 16)).round() <= 127  # False for NaN
+    calibration = Calibration(torch.zeros(2, 128), torch.full((2, 128), codec.step))
+    found = round_trip(codec, hidden, calibration)
+    inside = (hidden.float().abs() / codec.step).round() <= last  # False for NaN
     assert np.array_equal(bits(found)[~inside.numpy()], bits(hidden)[~inside.numpy()])
-    assert ((found.float() - hidden.float())[inside].abs() <= 1 / 32).all()
+    error = (found.float() - hidden.float())[inside].abs()
+    assert (error <= codec.step / 2).all()
     assert int((~inside).sum()) > 30_000
 
 
@@ -90,9 +97,15 @@ def test_the_error_of_levels_is_that_of_a_uniform_quantiser(step: float) -> None
 
 
 @settings(steady, max_examples=40)
-@given(seed=st.integers(0, 2**32), step=st.sampled_from([1 / 16, 1 / 4, 1.0]))
-def test_no_value_is_further_off_than_half_a_step_and_its_rounding(seed: int, step: float) -> None:
-    codec = LevelCodec(step=step)
+@given(
+    seed=st.integers(0, 2**32),
+    step=st.sampled_from([1 / 16, 1 / 4, 1.0]),
+    width=st.sampled_from([4, 8]),
+)
+def test_no_value_is_further_off_than_half_a_step_and_its_rounding(
+    seed: int, step: float, width: int
+) -> None:
+    codec = LevelCodec(step=step, bits=width)
     hidden = (normal(70, seed=seed) * torch.logspace(-3, 3, 32)).bfloat16()
     calibration = codec.calibrate(hidden)
     found = round_trip(codec, hidden, calibration).float()
@@ -105,9 +118,11 @@ def test_no_value_is_further_off_than_half_a_step_and_its_rounding(seed: int, st
 @pytest.mark.parametrize(
     "value", [3000.0, -3000.0, 29_000.0, math.inf, -math.inf, math.nan, 3.0e38], ids=str
 )
-def test_an_outlier_survives_exactly_and_costs_its_neighbours_nothing(value: float) -> None:
-    codec = LevelCodec(step=1 / 16)
-    hidden = normal(256)
+@each_level_codec
+def test_an_outlier_survives_exactly_and_costs_its_neighbours_nothing(
+    codec: LevelCodec, value: float
+) -> None:
+    hidden = normal(256).clamp(-3, 3)
     calibration = codec.calibrate(hidden)
     plain = round_trip(codec, hidden, calibration)
     hidden[7, 1, 5] = value
@@ -120,14 +135,55 @@ def test_an_outlier_survives_exactly_and_costs_its_neighbours_nothing(value: flo
 
 
 @settings(steady, max_examples=60)
-@given(scale=st.floats(1e-3, 1e4), seed=st.integers(0, 2**32))
-def test_levels_never_saturate(scale: float, seed: int) -> None:
+@given(
+    scale=st.floats(1e-3, 1e4),
+    seed=st.integers(0, 2**32),
+    codec=st.sampled_from([*LEVELS.values()]),
+)
+def test_levels_never_saturate(scale: float, seed: int, codec: LevelCodec) -> None:
     """States far outside the calibrated range come back exactly, not clipped to its end."""
-    codec = LevelCodec(step=1 / 16)
-    calibration = Calibration(torch.zeros(2, 32), torch.full((2, 32), 1 / 16))
+    calibration = Calibration(torch.zeros(2, 32), torch.full((2, 32), codec.step))
     hidden = (normal(8, seed=seed) * scale).bfloat16()
     error = (round_trip(codec, hidden, calibration).float() - hidden.float()).abs()
-    assert (error <= 1 / 32 + hidden.float().abs() * 2**-8).all()
+    assert (error <= codec.step / 2 + hidden.float().abs() * 2**-8).all()
+
+
+@each_level_codec
+def test_blocks_of_a_long_sample_are_packed_as_each_token_alone(codec: LevelCodec) -> None:
+    """The host quantises and expands a few tokens at a time; positions count from the first."""
+    hidden = normal(5, 3, 20_000)
+    hidden[0, 0, 1], hidden[2, 1, 19_999], hidden[4, 2, 0] = 29_000.0, math.nan, -math.inf
+    calibration = codec.calibrate(normal(50, 3, 20_000, seed=1))
+    packed, size = codec.pack(hidden, calibration), 3 * 20_000
+    alone = [codec.pack(token, calibration) for token in hidden.split(1)]
+    assert torch.equal(packed.levels_TLD, torch.cat([own.levels_TLD for own in alone]))
+    positions = [own.outlier_position + i * size for i, own in enumerate(alone)]
+    assert torch.equal(packed.outlier_position, torch.cat(positions))
+    assert {1, 2 * size + 39_999, 4 * size + 40_000} <= set(packed.outlier_position.tolist())
+    assert torch.equal(packed.outlier_bits, torch.cat([own.outlier_bits for own in alone]))
+    unpacked = torch.cat([codec.unpack(own, calibration) for own in alone])
+    assert np.array_equal(bits(codec.unpack(packed, calibration)), bits(unpacked))
+    assert packed.values_per_token == size
+
+
+def test_two_levels_of_four_bits_share_a_byte() -> None:
+    """Channel d in the lower half of byte d, channel D / 2 + d in the upper, two's complement."""
+    codec = LevelCodec(step=1.0, bits=4)
+    calibration = Calibration(torch.zeros(1, 6), torch.ones(1, 6))
+    hidden = torch.tensor([[[7.0, -7.0, -1.0, 0.0, 3.0, -5.0]]]).bfloat16()
+    packed = codec.pack(hidden, calibration)
+    assert packed.levels_TLD.tolist() == [[[0x07, 0x39, 0xBF]]]
+    assert torch.equal(codec.unpack(packed, calibration), hidden)
+    hidden[0, 0, 0], hidden[0, 0, 4] = 8.0, -8.0
+    packed = codec.pack(hidden, calibration)
+    assert packed.outlier_position.tolist() == [0, 4]
+    assert packed.levels_TLD.tolist() == [[[0x00, 0x09, 0xBF]]]
+    assert torch.equal(codec.unpack(packed, calibration), hidden)
+
+
+def test_channels_that_do_not_pair_are_refused_by_name() -> None:
+    with pytest.raises(CacheIncompatibleError, match=r"in pairs, the target has 33.*codec\.preset"):
+        check_chunk_bytes(PRESETS["small"], 5, 33)
 
 
 def test_a_massive_token_does_not_widen_the_steps() -> None:
@@ -184,9 +240,9 @@ def test_the_same_states_give_the_same_bytes_in_any_thread(codec: Codec) -> None
     assert found == [encode_chunk(codec, chunk.copy())]
 
 
-@pytest.mark.parametrize("step", [1 / 16, 1 / 8, 1 / 4])
-def test_levels_of_normal_values_take_the_bits_that_theory_says(step: float) -> None:
-    codec = LevelCodec(step=step)
+@pytest.mark.parametrize(("step", "width"), [(1 / 16, 8), (1 / 8, 8), (1 / 4, 8), (1 / 2, 4)])
+def test_levels_of_normal_values_take_the_bits_that_theory_says(step: float, width: int) -> None:
+    codec = LevelCodec(step=step, bits=width)
     hidden = normal(CHUNK_TOKENS, 4, 512)
     packed = codec.pack(hidden, codec.calibrate(normal(1000, 4, 512, seed=1)))
     size = len(encode_chunk(codec, packed.levels_TLD.numpy())[0])
@@ -205,8 +261,9 @@ def test_a_sample_of_no_special_shape_round_trips(codec: Codec, num_layers: int)
     hidden = normal(130, num_layers, 24)
     calibration = codec.calibrate(hidden)
     packed = codec.pack(hidden, calibration)
-    assert packed.levels_TLD.shape == hidden.shape
+    assert packed.levels_TLD.shape == (130, num_layers, codec.stored_width(24))
     assert packed.levels_TLD.numpy().itemsize == codec.stored_dtype.itemsize
+    assert packed.values_per_token == num_layers * 24
     assert torch.equal(through_bytes(codec, packed).levels_TLD, packed.levels_TLD)
 
 
@@ -239,7 +296,7 @@ def test_a_flipped_bit_anywhere_in_a_chunk_is_found(codec: Codec) -> None:
         damaged = bytearray(data)
         damaged[bit // 8] ^= 1 << bit % 8
         with pytest.raises(ShardCorruptError, match=r"^shard 7, chunk 3: checksum differs"):
-            decode_chunk(codec, memoryview(damaged), crc, out, "shard 7, chunk 3")
+            decode_chunk(codec, np.frombuffer(damaged, np.uint8), crc, out, "shard 7, chunk 3")
 
     check()
 
@@ -249,7 +306,7 @@ def test_a_chunk_cut_short_or_run_on_is_found(codec: Codec) -> None:
     data, crc, out = stored_chunk(codec)
     for damaged in (b"", data[:3], data[:4], data[:-1], data[1:], data + b"\0", data[-4:]):
         with pytest.raises(ShardCorruptError):
-            decode_chunk(codec, memoryview(damaged), crc, out, "here")
+            decode_chunk(codec, np.frombuffer(damaged, np.uint8), crc, out, "here")
 
 
 @each_codec
@@ -257,7 +314,7 @@ def test_an_intact_chunk_in_the_place_of_another_is_found(codec: Codec) -> None:
     data, _, out = stored_chunk(codec)
     _, other_crc = encode_chunk(codec, np.ones_like(out))
     with pytest.raises(ShardCorruptError, match="checksum differs"):
-        decode_chunk(codec, memoryview(data), other_crc, out, "here")
+        decode_chunk(codec, np.frombuffer(data, np.uint8), other_crc, out, "here")
 
 
 @each_codec
@@ -265,11 +322,13 @@ def test_bytes_with_a_right_checksum_that_are_no_chunk_are_refused(codec: Codec)
     _, _, out = stored_chunk(codec)
     larger, crc = encode_chunk(codec, np.zeros((2 * len(out), *out.shape[1:]), out.dtype))
     with pytest.raises(ShardCorruptError, match="here: does not decode"):
-        decode_chunk(codec, memoryview(larger), crc, out, "here")
+        decode_chunk(codec, np.frombuffer(larger, np.uint8), crc, out, "here")
     noise = b"no frame of any compressor"
     crc = google_crc32c.value(noise)
     with pytest.raises(ShardCorruptError, match="here: does not decode"):
-        decode_chunk(codec, memoryview(noise + crc.to_bytes(4, "little")), crc, out, "here")
+        decode_chunk(
+            codec, np.frombuffer(noise + crc.to_bytes(4, "little"), np.uint8), crc, out, "here"
+        )
 
 
 @each_codec
@@ -288,6 +347,9 @@ def test_a_codec_is_what_its_dict_says(codec: Codec) -> None:
         pytest.param({"name": "levels", "step": 1.5}, id="step-too-wide"),
         pytest.param({"name": "levels", "step": math.nan}, id="step-nan"),
         pytest.param({"name": "levels", "step": "fine"}, id="step-as-text"),
+        pytest.param({"name": "levels", "step": 0.5, "bits": 2}, id="bits-unknown"),
+        pytest.param({"name": "levels", "step": 0.5, "bits": 8}, id="bits-not-canonical"),
+        pytest.param({"name": "levels", "step": 1.5, "bits": 4}, id="bits-and-step-too-wide"),
     ],
 )
 def test_an_unknown_codec_is_refused(fields: dict[str, object]) -> None:
@@ -301,13 +363,20 @@ def test_a_step_outside_zero_to_one_is_refused(step: float) -> None:
         LevelCodec(step=step)
 
 
+@pytest.mark.parametrize("width", [0, 2, 16])
+def test_levels_of_another_width_are_refused(width: int) -> None:
+    with pytest.raises(ValueError, match="bits must be 4 or 8"):
+        LevelCodec(step=0.5, bits=width)
+
+
 @each_codec
 def test_a_chunk_that_the_compressors_cannot_take_is_refused_with_its_size(codec: Codec) -> None:
     check_chunk_bytes(codec, 80, 65_536)  # larger than any model
-    per_channel = CHUNK_TOKENS * codec.stored_dtype.itemsize
-    largest = (2**31 - 1 - 2**20) // per_channel
-    check_chunk_bytes(codec, 1, largest)
-    size = (largest + 1) * per_channel
-    message = f"1 layers x {largest + 1} channels has {size:,} bytes, .* Capture fewer layers"
+    per_element = CHUNK_TOKENS * codec.stored_dtype.itemsize
+    per_channel = 2 if codec.stored_width(2) == 1 else 1
+    largest = (2**31 - 1 - 2**20) // per_element
+    check_chunk_bytes(codec, 1, largest * per_channel)
+    size, channels = (largest + 1) * per_element, (largest + 1) * per_channel
+    message = f"1 layers x {channels} channels has {size:,} bytes, .* Capture fewer layers"
     with pytest.raises(CacheIncompatibleError, match=message):
-        check_chunk_bytes(codec, 1, largest + 1)
+        check_chunk_bytes(codec, 1, channels)
