@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 import torch
 
 from shared.cache import Cache
+from shared.codec import PRESETS, Codec
 from shared.errors import ShardCorruptError
+from tests.test_shared.made import make_cache, make_spec
 from trainer.anchors import draw_anchors
 from trainer.batch import Batch, Features, collate
 from trainer.config import AnchorConfig, LoaderConfig, SamplerConfig
@@ -80,6 +83,21 @@ def test_a_row_holds_whole_samples_with_their_own_states_positions_and_anchors(
             begin = end
         assert begin == batch.num_tokens
         assert batch.anchor_A.tolist() == anchors
+
+
+@pytest.mark.parametrize("codec", PRESETS.values(), ids=list(PRESETS))
+def test_samples_of_every_codec_lie_side_by_side(codec: Codec, tmp_path: Path) -> None:
+    """Each sample has outliers of its own, and one alone in its run of a calibration too."""
+    make_cache(tmp_path, make_spec(codec), [[5, 3, 70]])
+    cache = Cache(tmp_path)
+    samples = [cache.read(position) for position in range(3)]
+    expected = [cache.unpack(sample) for sample in samples]
+    batch = collate(samples, [np.zeros(1, np.int64)] * 3, epoch=0, bucket=0)
+    name = samples[0].calibration
+    for runs in (((name, 78),), ((name, 5), (name, 8), (name, 78))):
+        found = Features(cache, torch.device("cpu")).unpack(replace(batch, calibrations=runs))
+        assert torch.equal(found, torch.cat(expected))
+    assert (found[[0, 5, 8], :, 0] == 29_056.0).all()
 
 
 def test_batches_do_not_depend_on_the_number_of_threads(tiny_cache: Path) -> None:
