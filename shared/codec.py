@@ -289,12 +289,12 @@ class LevelCodec:
         shape = (num_tokens, num_layers, self.stored_width(size))
         levels_TLD = torch.empty(shape, dtype=self._torch_dtype, device=hidden_TLD.device)
         outliers = []
-        for start, part_TLD in _blocks(hidden_TLD):
+        for start, part_TLD in _blocks(hidden_TLD.contiguous()):
             level_TLD = (part_TLD - calibration.mean_LD).div_(calibration.step_LD).round_()
             held_TLD = level_TLD.abs() <= self._level_max  # False for NaN and infinities too
             if not bool(held_TLD.all()):
                 position = held_TLD.logical_not_().flatten().nonzero().squeeze(1)
-                bits = part_TLD.contiguous().view(torch.int16).flatten()[position]
+                bits = part_TLD.view(torch.int16).flatten()[position]
                 outliers.append((position + start * num_layers * size, bits))
                 level_TLD.view(-1)[position] = 0.0
             if self.bits == 4:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
 
 from cache_builder import cli
@@ -257,17 +258,19 @@ def test_a_damaged_shard_that_is_on_its_way_out_needs_no_repair(
 
 def test_older_generations_that_lost_a_shard_say_so(make_case: Callable[..., Case]) -> None:
     case = make_case()
-    reader = Cache(case.path)
+    reader, late = Cache(case.path), Cache(case.path)
     positions = {
         shard_id: int(np.flatnonzero(reader.index.shard == number)[0])
         for number, shard_id in enumerate(reader.shard_ids)
     }
-    reader.read(positions[case.thinned[0]])  # this one is open when it goes
+    place = positions[case.thinned[0]]
+    before = reader.read(place)  # this one is open when it goes, and stays readable until closed
     prune(case.config)
     assert reader.read(positions[case.untouched[0]])
-    for shard_id in (case.removed, case.thinned[0]):
+    assert torch.equal(reader.read(place).packed.levels_TLD, before.packed.levels_TLD)
+    for cache, shard_id in ((reader, case.removed), (late, case.removed), (late, case.thinned[0])):
         with pytest.raises(ShardCorruptError, match=r"removed by `cache-builder prune`.*--fresh"):
-            reader.read(positions[shard_id])
+            cache.read(positions[shard_id])
     with pytest.raises(CacheNotFoundError, match=r"generation 1 is gone.*prune.*newest is 2"):
         Cache(case.path, generation=1)
     assert sorted(p.name for p in (case.path / "generations").iterdir()) == [

@@ -271,11 +271,14 @@ def test_a_sample_of_no_special_shape_round_trips(codec: Codec, num_layers: int)
 def test_states_that_are_not_contiguous_are_packed_as_if_they_were(codec: Codec) -> None:
     wide = normal(64, 4, 32)
     wide[3, 2, 1] = 29_000.0
-    calibration = codec.calibrate(wide[:, ::2])
-    found = codec.pack(wide[:, ::2], calibration)
-    expected = codec.pack(wide[:, ::2].contiguous(), calibration)
-    for name in ("levels_TLD", "outlier_position", "outlier_bits"):
-        assert torch.equal(getattr(found, name), getattr(expected, name))
+    layers_first = wide.transpose(0, 1).contiguous().transpose(0, 1)
+    for hidden in (wide[:, ::2], layers_first):
+        assert not hidden.is_contiguous()
+        calibration = codec.calibrate(hidden)
+        found = codec.pack(hidden, calibration)
+        expected = codec.pack(hidden.contiguous(), calibration)
+        for name in ("levels_TLD", "outlier_position", "outlier_bits"):
+            assert torch.equal(getattr(found, name), getattr(expected, name))
 
 
 def stored_chunk(codec: Codec) -> tuple[bytes, int, np.ndarray]:
