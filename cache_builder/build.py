@@ -45,7 +45,7 @@ from shared.cache import (
     record_key,
 )
 from shared.codec import PRESETS, check_chunk_bytes
-from shared.errors import CacheError, CacheNotFoundError, CaptureError, DataError
+from shared.errors import CacheError, CacheNotFoundError, CaptureError, ConfigError, DataError
 from shared.files import (
     sync_directory,
     sync_file,
@@ -93,6 +93,7 @@ def build(config: BuildConfig) -> BuildReport:
         CaptureError: shards are missing at the end; what is committed is kept.
     """
     started = time.perf_counter()
+    pick_devices(config)
     target_path = resolve_target(config.target)
     template = load_template(target_path, config.data)
     spec = describe_capture(config, target_path, template)
@@ -301,6 +302,12 @@ def pick_devices(config: BuildConfig) -> list[str]:
         names = [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
     else:
         names = ["cpu"] if devices == "cpu" else list(devices)
+    for name in names:  # before the target is hashed and the data are tokenized
+        if name != "cpu" and (torch.device(name).index or 0) >= torch.cuda.device_count():
+            raise ConfigError(
+                f"workers.devices: {name} is not there; torch sees {torch.cuda.device_count()} "
+                "CUDA devices."
+            )
     count = config.workers.num_workers or len(names)
     return [names[i % len(names)] for i in range(count)]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from cache_builder.config import BuildConfig
+from cache_builder.config import MAX_WORKERS, BuildConfig
 from shared import cli, config
 from shared.errors import CacheError
 
@@ -24,7 +24,11 @@ def main() -> None:
 
 @main.command()
 @cli.config_options
-@click.option("--workers", type=click.IntRange(min=1), help="Processes; default: one per GPU.")
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1, max=MAX_WORKERS),
+    help="Processes; default: one per GPU.",
+)
 def build(path: Path, overrides: tuple[str, ...], workers: int | None) -> None:
     """Build a cache; or resume it, or add what is new in the data.
 

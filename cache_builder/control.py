@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ControlTokens:
-    """The named tokens of a tokenizer (begin, end, padding), and the turn tokens of its template."""
+    """The named tokens of a tokenizer (begin, end, padding) and the turn tokens of a template."""
 
     def __init__(
         self,

@@ -88,7 +88,7 @@ def _require_distinct(paths: Sequence[Path]) -> None:
 
 
 def _require_mergeable(cache: Cache, other: Cache) -> None:
-    lines = differences(other.spec.to_dict(), cache.spec.to_dict(), names=("there", "here"))
+    lines = differences(other.spec.to_settings(), cache.spec.to_settings(), names=("there", "here"))
     if lines:
         raise CacheIncompatibleError(
             f"{other.path}: its states are not those of {cache.path} ({'; '.join(lines)}). Only "

@@ -172,7 +172,7 @@ def test_a_build_that_is_refused_loses_nothing(
     changed = ("--set", "capture.target_layer_ids=[0,1]")
     code, _, err = invoke("cache-builder", "build", "--config", config, *changed)
     assert code == 1
-    assert "target_layer_ids: [0, 1] asked for, [0, 2] in the cache" in errors(err)[0]
+    assert "capture.target_layer_ids: [0, 1] asked for, [0, 2] in the cache" in errors(err)[0]
     assert (tmp_path / "cache" / MANIFEST).read_bytes() == before
     code, out, _ = invoke("cache-builder", "inspect", tmp_path / "cache", "--json")
     assert code == 0
