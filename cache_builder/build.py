@@ -24,7 +24,13 @@ from cache_builder.planning import find_or_make_plan
 from cache_builder.pool import Events, Outcome, run_inline, run_processes
 from cache_builder.retirement import recorded_shards, retired_shards
 from cache_builder.space import require_fit
-from cache_builder.target import describe_target, load_config, resolve_target
+from cache_builder.target import (
+    FileStamps,
+    describe_target,
+    load_config,
+    resolve_target,
+    stamp_files,
+)
 from cache_builder.template import ChatTemplate
 from cache_builder.tokens import describe_tokens, load_template
 from cache_builder.verify import verify_cache
@@ -95,6 +101,7 @@ def build(config: BuildConfig) -> BuildReport:
     started = time.perf_counter()
     pick_devices(config)
     target_path = resolve_target(config.target)
+    stamps = stamp_files(target_path)
     template = load_template(target_path, config.data)
     spec = describe_capture(config, target_path, template)
     path = config.cache.path
@@ -118,7 +125,7 @@ def build(config: BuildConfig) -> BuildReport:
             len(todo),
         )
         if todo or prepared is None:
-            _capture(config, _job(config, plan, spec, target_path), plan, todo, prepared)
+            _capture(config, _job(config, plan, spec, target_path, stamps), plan, todo, prepared)
         _require_usable(config, plan)
         manifest = publish(path, spec)
     Cache(path)  # a reader must be able to open what was published
@@ -140,6 +147,7 @@ def repair(config: BuildConfig, *, drop_lost: bool = False) -> list[str]:
         CacheIncompatibleError: it was built with other settings.
     """
     target_path = resolve_target(config.target)
+    stamps = stamp_files(target_path)
     spec = describe_capture(config, target_path, load_template(target_path, config.data))
     path = config.cache.path
     read_manifest(LocalStorage(path))
@@ -166,7 +174,9 @@ def repair(config: BuildConfig, *, drop_lost: bool = False) -> list[str]:
             done = committed_shards(path)
             todo = [i for i in plan.shard_ids if i in damaged and i not in done]
             if todo:
-                _capture(config, _job(config, plan, spec, target_path), plan, todo, prepared)
+                _capture(
+                    config, _job(config, plan, spec, target_path, stamps), plan, todo, prepared
+                )
         publish(path, spec)
     return [shard_id for shard_id in damaged if shard_id in known]
 
@@ -239,13 +249,16 @@ def create_directories(path: Path) -> None:
         )
 
 
-def _job(config: BuildConfig, plan: Plan, spec: CaptureSpec, target_path: Path) -> Job:
+def _job(
+    config: BuildConfig, plan: Plan, spec: CaptureSpec, target_path: Path, stamps: FileStamps
+) -> Job:
     return Job(
         cache=config.cache.path,
         plan=plan.directory,
         spec=spec,
         target_path=target_path,
         target=config.target,
+        target_stamps=stamps,
         batch_tokens=config.capture.batch_tokens,
         min_free_bytes=config.cache.min_free_bytes,
     )

@@ -34,6 +34,9 @@ class TargetConfig:
     path: str
     """Directory in Hugging Face format, or the name of a model on the hub."""
 
+    name: str = ""
+    """The target's name in the rows' `generated_by`; empty takes the end of `path`."""
+
     revision: str | None = None
     """Commit of a hub model; unset takes the newest and records it."""
 
@@ -54,14 +57,24 @@ class SourceConfig:
     tag: str = ""
     """Name by which the trainer can select these samples; empty takes each row's `source`."""
 
+    weight: float = 1.0
+    """Share of its rows that is taken, by a hash of each row: the same ones at every build."""
+
+    limit: int | None = None
+    """Rows at most, those with the smallest hash; unset takes all."""
+
     def __post_init__(self) -> None:
         _check_path("path", self.path)
+        if not 0.0 < self.weight <= 1.0:
+            raise ValueError(f"weight must be in (0, 1], got {self.weight:g}")
+        if self.limit is not None and self.limit <= 0:
+            raise ValueError(f"limit must be positive, got {self.limit}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
     sources: tuple[SourceConfig | str, ...]
-    """Tables with `path` and `tag`, or plain paths."""
+    """Tables with `path`, `tag`, `weight` and `limit`, or plain paths."""
 
     max_length: int
     """Tokens of one sample at most."""

@@ -29,6 +29,7 @@ class DropReason(StrEnum):
     TOO_LONG = "too_long"
     CUT_OFF = "cut_off"
     DUPLICATE = "duplicate"
+    NOT_CHOSEN = "not_chosen"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from cache_builder.corpus import TokenizedSample
 from cache_builder.plan import Plan, PlanWriter
 from cache_builder.planning import committed_samples, make_plan
 from cache_builder.space import free_bytes
-from cache_builder.target import resolve_target
+from cache_builder.target import resolve_target, stamp_files
 from cache_builder.tokens import load_template
 from cache_builder.worker import Job, Worker
 
@@ -32,6 +32,7 @@ def estimate(config: BuildConfig) -> dict[str, Any]:
         TargetError: the target cannot be loaded.
     """
     target_path = resolve_target(config.target)
+    stamps = stamp_files(target_path)
     template = load_template(target_path, config.data)
     spec = describe_capture(config, target_path, template)
     path = config.cache.path
@@ -52,6 +53,7 @@ def estimate(config: BuildConfig) -> dict[str, Any]:
             spec=spec,
             target_path=target_path,
             target=config.target,
+            target_stamps=stamps,
             batch_tokens=config.capture.batch_tokens,
             min_free_bytes=0,
         )

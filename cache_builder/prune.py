@@ -9,9 +9,9 @@ from tqdm import tqdm
 from cache_builder.build import describe_capture
 from cache_builder.commit import committed_shards, discard_uncommitted, publish, read_record
 from cache_builder.config import BuildConfig
-from cache_builder.corpus import CHOSEN_DROPS
 from cache_builder.lock import builder_lock
 from cache_builder.planning import open_corpus
+from cache_builder.report import CHOSEN_DROPS
 from cache_builder.retirement import retire
 from cache_builder.rewrite import write_selection
 from cache_builder.selection import (
@@ -90,12 +90,12 @@ def prune(
 def _wanted_samples(
     config: BuildConfig, spec: CaptureSpec, template: ChatTemplate, *, ignore_bad_rows: bool
 ) -> set[bytes]:
-    corpus = open_corpus(config, spec, template)
+    corpus = open_corpus(config, spec.target.vocab_size, template)
     wanted = {
         bytes.fromhex(sample.sample_id)
         for sample in tqdm(corpus, desc="tokenize", unit="sample", disable=None)
     }
-    for line in corpus.report.describe():
+    for line in [corpus.report.describe(), *corpus.report.describe_drops()]:
         logger.info("%s", line)
     bad = [
         f"{dropped.count} {reason} ({dropped.examples[0]})"
