@@ -211,5 +211,5 @@ def describe_writers(report: CorpusReport, target: TargetConfig) -> str:
 
 
 def _model_name(text: str) -> str:
-    """The last part of a path or hub name, without a remark in brackets behind it."""
-    return text.partition(" (")[0].rstrip("/").rpartition("/")[2].casefold()
+    """The last part of a path or hub name, without a remark in brackets or a digest."""
+    return text.partition(" (")[0].partition("@")[0].rstrip("/").rpartition("/")[2].casefold()

@@ -116,6 +116,10 @@ class ChatTemplate:
         return bos_id
 
     @property
+    def special_ids(self) -> frozenset[int]:
+        return self._encoder.special_ids
+
+    @property
     def reads_clock(self) -> bool:
         """The rendering can hold today's date, and then ids change from day to day."""
         return "strftime_now" in self.text
@@ -141,6 +145,15 @@ class ChatTemplate:
         )
         return text
 
+    def require_no_control_token(self, conversation: Conversation) -> None:
+        """Refuse messages that write what structures a conversation.
+
+        Raises:
+            RowRefusedError: naming message and token.
+        """
+        if found := self._control.find(conversation):
+            raise RowRefusedError(DropReason.CONTROL_TOKEN, found)
+
     def tokenize(self, conversation: Conversation) -> MaskedTokens | Drop:
         """Ids and mask of a conversation, or why its mask cannot be proven."""
         if clash := sorted(_reserved(self._tokenizer) & conversation.template_arguments.keys()):
@@ -153,8 +166,10 @@ class ChatTemplate:
                     DropReason.MODE_MISMATCH,
                     f"answered with {key} = {value!r}, but the template arguments say {ours!r}",
                 )
-        if found := self._control.find(conversation):
-            return Drop(DropReason.CONTROL_TOKEN, found)
+        try:
+            self.require_no_control_token(conversation)
+        except RowRefusedError as error:
+            return error.drop
         result = self._try(conversation, verbatim=False)
         if any(message.verbatim is not None for message in conversation.messages):
             # Some templates know thoughts as a field, others print the tags of the content.
