@@ -14,6 +14,7 @@ from cache_builder.space import free_bytes
 from cache_builder.target import resolve_target, stamp_files
 from cache_builder.tokens import load_template
 from cache_builder.worker import Job, Worker
+from shared.quantity import count, size
 
 logger = logging.getLogger(__name__)
 
@@ -111,12 +112,12 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         (
             "bytes per token",
             f"{facts['bytes_per_token']:,.0f} stored, {facts['raw_bytes_per_token']:,} as bf16 "
-            f"({facts['stored_over_raw']:.3f}), from {facts['sampled_tokens']:,} tokens",
+            f"({facts['stored_over_raw']:.3f}), from {count(facts['sampled_tokens'], 'token')}",
         ),
-        ("needed", f"{facts['needed_bytes'] / 1e9:,.3f} GB"),
+        ("needed", size(facts["needed_bytes"])),
         (
             "free",
-            f"{facts['free_bytes'] / 1e9:,.3f} GB, of which {facts['min_free_bytes'] / 1e9:g} GB "
+            f"{size(facts['free_bytes'])}, of which {size(facts['min_free_bytes'])} "
             f"must stay free: it {'fits' if facts['fits'] else 'DOES NOT FIT'}",
         ),
         (

@@ -26,6 +26,7 @@ from cache_builder.template import ChatTemplate
 from cache_builder.tokens import load_template
 from shared.cache import Cache
 from shared.errors import DataError
+from shared.quantity import count, size
 from shared.spec import CaptureSpec
 from shared.storage import LocalStorage
 
@@ -119,8 +120,8 @@ def _select(path: Path, spec: CaptureSpec, wanted: set[bytes]) -> list[Selection
     ]
     if not any(len(selection.rows) for selection in selections):
         raise DataError(
-            f"{path}: none of its samples is in these data ({len(wanted):,} samples). Look at "
-            "data.sources; to give up the cache, delete its directory."
+            f"{path}: none of its samples is in these data ({count(len(wanted), 'sample')}). Look "
+            "at data.sources; to give up the cache, delete its directory."
         )
     return selections
 
@@ -161,11 +162,11 @@ def rows(report: PruneReport, *, dry_run: bool) -> list[tuple[str, str]]:
     """`report` as a table of names and values."""
     verb = "would go" if dry_run else "gone"
     return [
-        (verb, f"{report.num_samples:,} samples, {report.num_tokens:,} tokens"),
-        ("bytes", f"{'about ' if dry_run else ''}{report.freed_bytes / 1e6:,.1f} MB"),
+        (verb, f"{count(report.num_samples, 'sample')}, {count(report.num_tokens, 'token')}"),
+        ("bytes", f"{'about ' if dry_run else ''}{size(report.freed_bytes)}"),
         (
             "shards",
             f"{report.num_removed:,} removed, {report.num_rewritten:,} rewritten",
         ),
-        ("left", f"{report.num_kept_samples:,} samples"),
+        ("left", count(report.num_kept_samples, "sample")),
     ]

@@ -24,6 +24,7 @@ from cache_builder.verify import Problem
 from shared import config as configs
 from shared.cache import Cache
 from shared.errors import CacheError, CacheIncompatibleError, ConfigError
+from shared.quantity import count
 
 NOISE = 0.02
 """Relative L2 by which the states of one target may differ between two batch shapes, devices or
@@ -149,7 +150,10 @@ def _distances(found_TLD: Tensor, expected_TLD: Tensor) -> list[float]:
 def rows(report: Recapture) -> list[tuple[str, str]]:
     """`report` as a table of names and values."""
     table = [
-        ("captured again", f"{report.num_samples} samples, {report.num_equal} equal to the bit")
+        (
+            "captured again",
+            f"{count(report.num_samples, 'sample')}, {report.num_equal:,} equal to the bit",
+        )
     ]
     for layer in report.to_dict()["layers"]:
         table.append(
