@@ -10,12 +10,13 @@ from pathlib import Path
 from cache_builder.commit import committed_shards, discard_uncommitted, publish, read_record
 from cache_builder.config import BuildConfig
 from cache_builder.description import describe_capture, open_or_create
+from cache_builder.devices import require_devices
 from cache_builder.jobs import capture_shards, make_job
 from cache_builder.lock import builder_lock
 from cache_builder.plan import Plan, find_plans
 from cache_builder.planning import find_or_make_plan
 from cache_builder.retirement import recorded_shards
-from cache_builder.target import resolve_target
+from cache_builder.target import resolve_target, stamp_files
 from cache_builder.tokens import load_template
 from cache_builder.worker import Task
 from shared.cache import PLANS, Cache, read_manifest
@@ -52,7 +53,9 @@ def build(config: BuildConfig, *, retry_quarantined: bool = False) -> BuildRepor
         KeyboardInterrupt: with what is committed so far as its message.
     """
     started = time.perf_counter()
+    require_devices(config.workers)  # before the target is hashed and the data are tokenized
     target_path = resolve_target(config.target)
+    stamps = stamp_files(target_path)
     template = load_template(target_path, config.data)
     spec = describe_capture(config, target_path, template)
     path = config.cache.path
@@ -77,7 +80,8 @@ def build(config: BuildConfig, *, retry_quarantined: bool = False) -> BuildRepor
         )
         if todo or prepared is None:
             tasks = [Task(shard_id, plan.forward) for shard_id in todo]
-            capture_shards(config, make_job(config, plan, spec, target_path), plan, tasks, prepared)
+            job = make_job(config, plan, spec, target_path, stamps)
+            capture_shards(config, job, plan, tasks, prepared)
         fraction = config.capture.max_quarantined_fraction
         manifest = publish(path, spec, max_quarantined_fraction=fraction)
     Cache(path)  # a reader must be able to open what was published

@@ -1,11 +1,13 @@
 """The command line of stage one."""
 
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import click
 
-from cache_builder.config import BuildConfig
+from cache_builder.config import MAX_WORKERS, BuildConfig
 from shared import cli, config
 from shared.errors import CacheError
 
@@ -15,7 +17,8 @@ def main() -> None:
     """Run a target model over a dataset and store its hidden states in a cache.
 
     \b
-    A cache, from nothing or from where it stopped, and a look at it:
+    The data as samples; a cache, from nothing or from where it stopped, and a look at it:
+      cache-builder preview --config cache.toml
       cache-builder build --config cache.toml
       cache-builder inspect CACHE
       cache-builder verify CACHE --deep
@@ -24,7 +27,7 @@ def main() -> None:
 
 _workers_option = click.option(
     "--workers",
-    type=click.IntRange(min=1),
+    type=click.IntRange(min=1, max=MAX_WORKERS),
     help="Processes, each with the target in its memory. Default: one per GPU; without a GPU, as "
     "many as cores (by workers.threads) and memory hold. Any number gives the same cache.",
 )
@@ -59,6 +62,33 @@ def _load(path: Path, overrides: tuple[str, ...], workers: int | None) -> BuildC
     if workers is None:
         return settings
     return replace(settings, workers=replace(settings.workers, num_workers=workers))
+
+
+@main.command()
+@cli.config_options
+@click.option(
+    "-n", "num_samples", type=click.IntRange(min=0), default=3, show_default=True, help="Samples."
+)
+@click.option(
+    "--rows",
+    "num_rows",
+    type=click.IntRange(min=1),
+    default=1000,
+    show_default=True,
+    help="Rows read at least for the account of what is dropped.",
+)
+def preview(path: Path, overrides: tuple[str, ...], num_samples: int, num_rows: int) -> None:
+    """Show some samples as a build would make them, and why rows are dropped.
+
+    Supervised tokens are green, or in [[ ]] where there are no colours (no terminal, or NO_COLOR
+    is set). The target is not loaded.
+    """
+    from cache_builder.preview import preview as preview_data
+
+    is_colored = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    settings = config.load(BuildConfig, path, overrides)
+    for line in preview_data(settings, num_samples, num_rows=num_rows, is_colored=is_colored):
+        click.echo(line)
 
 
 @main.command()

@@ -3,9 +3,15 @@
 A default is written here and nowhere else.
 """
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
+
+from shared.manifest import MAX_THREADS
+
+MAX_WORKERS = 1024
+DEVICE = re.compile(r"cpu|cuda(:\d{1,4})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +36,8 @@ class CacheConfig:
     """Space of the disk that stays free: a build stops cleanly before it goes below."""
 
     def __post_init__(self) -> None:
-        if self.min_free_gb < 0:
-            raise ValueError(f"min_free_gb must not be negative, got {self.min_free_gb}")
+        if not 0 <= self.min_free_gb <= 1e9:
+            raise ValueError(f"min_free_gb must be in [0, 1e9], got {self.min_free_gb:g}")
 
     @property
     def min_free_bytes(self) -> int:
@@ -43,6 +49,9 @@ class TargetConfig:
     path: str
     """Directory in Hugging Face format, or the name of a model on the hub."""
 
+    name: str = ""
+    """The target's name in the rows' `generated_by`; empty takes the end of `path`."""
+
     revision: str | None = None
     """Commit of a hub model; unset takes the newest and records it."""
 
@@ -50,6 +59,9 @@ class TargetConfig:
     """Type of weights and computation. Never float16: massive activations leave its range."""
 
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+
+    def __post_init__(self) -> None:
+        _check_path("path", self.path)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,11 +72,24 @@ class SourceConfig:
     tag: str = ""
     """Name by which the trainer can select these samples; empty takes each row's `source`."""
 
+    weight: float = 1.0
+    """Share of its rows that is taken, by a hash of each row: the same ones at every build."""
+
+    limit: int | None = None
+    """Rows at most, those with the smallest hash; unset takes all."""
+
+    def __post_init__(self) -> None:
+        _check_path("path", self.path)
+        if not 0.0 < self.weight <= 1.0:
+            raise ValueError(f"weight must be in (0, 1], got {self.weight:g}")
+        if self.limit is not None and self.limit <= 0:
+            raise ValueError(f"limit must be positive, got {self.limit}")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
     sources: tuple[SourceConfig | str, ...]
-    """Tables with `path` and `tag`, or plain paths."""
+    """Tables with `path`, `tag`, `weight` and `limit`, or plain paths."""
 
     max_length: int
     """Tokens of one sample at most."""
@@ -87,8 +112,11 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not self.sources:
             raise ValueError("sources must name at least one file, glob or directory")
-        if self.max_length < 2:
-            raise ValueError(f"max_length must be at least 2, got {self.max_length}")
+        if not 2 <= self.max_length < 2**31:
+            raise ValueError(f"max_length must be in [2, 2**31), got {self.max_length}")
+        for source in self.sources:
+            if isinstance(source, str):
+                _check_path("sources", source)
 
     @property
     def tagged_sources(self) -> list[SourceConfig]:
@@ -113,10 +141,19 @@ class CaptureConfig:
     """Share of samples with unusable states above which the build fails."""
 
     def __post_init__(self) -> None:
-        if self.num_layers <= 0 or self.batch_tokens <= 0:
-            raise ValueError("num_layers and batch_tokens must be positive")
+        ids = self.target_layer_ids
+        if list(ids) != sorted(set(ids)) or (ids and ids[0] < 0):
+            raise ValueError(
+                f"target_layer_ids must ascend from 0 without repeats, got {list(ids)}"
+            )
+        if self.num_layers <= 0:
+            raise ValueError(f"num_layers must be positive, got {self.num_layers}")
+        if not 0 < self.batch_tokens <= 2**24:
+            raise ValueError(f"batch_tokens must be in [1, 2**24], got {self.batch_tokens}")
         if not 0.0 <= self.max_quarantined_fraction <= 1.0:
-            raise ValueError("max_quarantined_fraction must be in [0, 1]")
+            raise ValueError(
+                f"max_quarantined_fraction must be in [0, 1], got {self.max_quarantined_fraction:g}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,8 +162,8 @@ class PlanConfig:
     """Raw bfloat16 states in one shard, MiB. Stored it is a third to two thirds of that."""
 
     def __post_init__(self) -> None:
-        if self.shard_mib <= 0:
-            raise ValueError(f"shard_mib must be positive, got {self.shard_mib}")
+        if not 0 < self.shard_mib <= 2**24:
+            raise ValueError(f"shard_mib must be in (0, 2**24], got {self.shard_mib:g}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,10 +182,15 @@ class WorkersConfig:
     """
 
     def __post_init__(self) -> None:
-        if self.num_workers < 0:
-            raise ValueError(f"num_workers must not be negative, got {self.num_workers}")
-        if self.threads <= 0:
-            raise ValueError(f"threads must be positive, got {self.threads}")
+        if not 0 <= self.num_workers <= MAX_WORKERS:
+            raise ValueError(f"num_workers must be in [0, {MAX_WORKERS}], got {self.num_workers}")
+        names = () if isinstance(self.devices, str) else self.devices
+        if not self.devices:
+            raise ValueError('devices must name at least one, or be "auto"')
+        if bad := [name for name in names if not DEVICE.fullmatch(name)]:
+            raise ValueError(f'devices must be "cpu" or "cuda:N" each, got {bad[0]!r}')
+        if not 1 <= self.threads <= MAX_THREADS:
+            raise ValueError(f"threads must be in [1, {MAX_THREADS}], got {self.threads}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,3 +207,10 @@ class BuildConfig:
     def forward(self) -> Forward:
         """What decides the bits of bfloat16 states besides the capture spec."""
         return Forward(self.capture.batch_tokens, self.workers.threads)
+
+
+def _check_path(name: str, text: str) -> None:
+    """Raises ValueError for what the operating system takes for no path, or for this directory."""
+    if not text.strip() or "\0" in text or len(text.encode(errors="replace")) > 4095:
+        shown = text if len(text) <= 40 else f"{text[:40]}..."
+        raise ValueError(f"{name} must be a path of 1 to 4095 bytes without NUL, got {shown!r}")

@@ -20,6 +20,7 @@ class DropReason(StrEnum):
     TOOL_RESULT = "tool_result"
     MODE_MISMATCH = "mode_mismatch"
     TEMPLATE_REFUSED = "template_refused"
+    CONTROL_TOKEN = "control_token"
     MASK_NOT_PROVABLE = "mask_not_provable"
     DOUBLE_BOS = "double_bos"
     ID_OUT_OF_RANGE = "id_out_of_range"
@@ -28,6 +29,7 @@ class DropReason(StrEnum):
     TOO_LONG = "too_long"
     CUT_OFF = "cut_off"
     DUPLICATE = "duplicate"
+    NOT_CHOSEN = "not_chosen"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ Memory does not grow with the dataset but for 16 bytes of identity per sample.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,16 +24,17 @@ from cache_builder.conversation import (
     RowRefusedError,
 )
 from cache_builder.record import parse_record
-from cache_builder.report import MAX_EXAMPLES, CorpusReport, Tally
-from cache_builder.sources import find_files, read_rows
+from cache_builder.report import CHOSEN_DROPS, MAX_EXAMPLES, CorpusReport, Tally
+from cache_builder.sources import CHANGED, NOT_CHOSEN, choose_below, find_files, read_rows
 from cache_builder.template import ChatTemplate, MaskedTokens
 from shared.errors import DataError
+from shared.quantity import count
 
 SAMPLE_ID_BYTES = 16
 MAX_ID = 2**31 - 1
 
-CHOSEN_DROPS = frozenset({DropReason.TOO_LONG, DropReason.CUT_OFF, DropReason.DUPLICATE})
-"""Drops that the configuration asks for: no fault of the row."""
+MAX_SOURCES = 2**15
+"""Different source tags in one cache: shards and index store their positions as int16."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,23 +99,39 @@ def read_corpus(
     cut_off_answers: Literal["keep", "drop"],
     on_bad_row: Literal["count", "stop"],
     supervise_text: bool,
+    digests: Mapping[Path, str] | None = None,
+    known_tags: Collection[str] = (),
+    on_drop: Callable[[Path, int, Drop], None] | None = None,
 ) -> CorpusReader:
     """The samples of `sources` in order of files and rows, each identity once.
 
     Rows of plain text are used, with every token but the first supervised, only where
     `supervise_text` says so: nothing in them shows what the target would generate.
 
+    Args:
+        digests: of every file that is expected, by its path.
+        known_tags: source tags that the cache has already.
+        on_drop: called with file, row and reason of every row that is dropped, but for those that
+            `weight` and `limit` of a source leave out.
+
     Raises:
-        DataError: a source names no file. While reading: a line is not JSON, a row cannot be used
-            and `on_bad_row` is `stop`, or no row at all can be used.
+        DataError: a source names no file, or others than in `digests`. While reading: a file is
+            not as its digest says, a line is not JSON, a row cannot be used and `on_bad_row` is
+            `stop`, there are more than `MAX_SOURCES` tags, or no row at all can be used.
     """
     if max_length < 2:
         raise ValueError(f"max_length must be at least 2, got {max_length}")
-    files = [(source, file) for source in sources for file in find_files(source.path)]
+    files = [(source, find_files(source.path)) for source in sources]
+    names = [file for _, own in files for file in own]
+    if digests is not None and (others := sorted(digests.keys() ^ set(names))):
+        raise DataError(f"{others[0]}: {CHANGED}")
+    tags = set(known_tags)
     tally = Tally()
     seen: set[bytes] = set()
 
     def read(row: Any, source: SourceConfig, file: Path, number: int) -> TokenizedSample:
+        if row is NOT_CHOSEN:
+            raise RowRefusedError(DropReason.NOT_CHOSEN, "weight or limit leave it out")
         record = parse_record(row)
         if isinstance(record, Drop):
             raise RowRefusedError(record.reason, record.detail)
@@ -126,7 +143,8 @@ def read_corpus(
         is_longer = len(tokens.token_ids) > max_length
         if is_longer and truncation == "drop":
             raise RowRefusedError(
-                DropReason.TOO_LONG, f"{len(tokens.token_ids)} tokens, at most {max_length}"
+                DropReason.TOO_LONG,
+                f"{count(len(tokens.token_ids), 'token')}, at most {max_length:,}",
             )
         sample = TokenizedSample(
             tokens.token_ids[:max_length].astype(np.int32),
@@ -139,6 +157,12 @@ def read_corpus(
         _check_supervision(sample, is_truncated=is_longer)
         if (identity := bytes.fromhex(sample.sample_id)) in seen:
             raise RowRefusedError(DropReason.DUPLICATE, f"sample {sample.sample_id}")
+        tags.add(sample.source)
+        if len(tags) > MAX_SOURCES:
+            raise DataError(
+                f"{file}:{number}: source tag {sample.source[:40]!r} is one more than the "
+                f"{MAX_SOURCES:,} that a cache can have. Give the files of data.sources a `tag`."
+            )
         seen.add(identity)
         tally.keep(
             source=sample.source,
@@ -152,23 +176,31 @@ def read_corpus(
         )
         return sample
 
+    def rows() -> Iterator[tuple[SourceConfig, Path, int, Any]]:
+        for source, own in files:
+            below = choose_below(own, weight=source.weight, limit=source.limit)
+            for file in own:
+                digest = digests[file] if digests is not None else None
+                for number, row in read_rows(file, digest=digest, below=below):
+                    yield source, file, number, row
+
     def samples() -> Iterator[TokenizedSample]:
-        for source, file in files:
-            for number, row in read_rows(file):
-                tally.totals["num_rows"] += 1
-                try:
-                    sample = read(row, source, file, number)
-                except RowRefusedError as error:
-                    place = f"{file}:{number}: {error.drop.detail}"
-                    tally.drop(error.drop.reason, place)
-                    if on_bad_row == "stop" and error.drop.reason not in CHOSEN_DROPS:
-                        raise DataError(
-                            f"{file}:{number}: {error.drop.reason}: {error.drop.detail}. Fix or "
-                            'delete the row, or set data.on_bad_row = "count".'
-                        ) from error
-                    continue
-                yield sample
-        _check_not_empty(tally.report(), [str(file) for _, file in files])
+        for source, file, number, row in rows():
+            tally.totals["num_rows"] += 1
+            try:
+                sample = read(row, source, file, number)
+            except RowRefusedError as error:
+                tally.drop(f"{file}:{number}", error.drop)
+                if on_drop and row is not NOT_CHOSEN:
+                    on_drop(file, number, error.drop)
+                if on_bad_row == "stop" and error.drop.reason not in CHOSEN_DROPS:
+                    raise DataError(
+                        f"{file}:{number}: {error.drop.reason}: {error.drop.detail}. Fix or "
+                        'delete the row, or set data.on_bad_row = "count".'
+                    ) from error
+                continue
+            yield sample
+        _check_not_empty(tally.report(), [str(name) for name in names])
 
     return CorpusReader(samples(), tally)
 
@@ -226,4 +258,4 @@ def _check_not_empty(report: CorpusReport, files: Sequence[str]) -> None:
         f"{dropped.count} {reason} ({dropped.examples[0]})"
         for reason, dropped in report.dropped.items()
     )
-    raise DataError(f"{names}: none of {report.num_rows} rows can be used: {reasons}.")
+    raise DataError(f"{names}: none of {count(report.num_rows, 'row')} can be used: {reasons}.")

@@ -77,7 +77,8 @@ def default_layer_ids(num_layers: int, num_taps: int) -> tuple[int, ...]:
     """
     if num_taps == 1:
         return (num_layers // 2,)
-    ids = tuple(round(1 + i * (num_layers - 4) / (num_taps - 1)) for i in range(num_taps))
+    possible = range(min(num_taps, num_layers + 1))
+    ids = tuple(round(1 + i * (num_layers - 4) / (num_taps - 1)) for i in possible)
     if len(set(ids)) != num_taps or ids[0] < 0 or list(ids) != sorted(ids):
         raise TargetError(
             f"a target of {num_layers} blocks has no {num_taps} distinct default taps. "

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from cache_builder.config import WorkersConfig
+from shared.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -25,10 +26,7 @@ def pick_devices(config: WorkersConfig, *, num_shards: int, target_path: Path) -
     as the cores hold at `config.threads` each, and as the free memory holds copies of the target.
     There are never more than shards to capture, and always one.
     """
-    if config.devices == "auto":
-        names = [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
-    else:
-        names = ["cpu"] if config.devices == "cpu" else list(config.devices)
+    names = require_devices(config)
     is_listed = isinstance(config.devices, tuple)
     count = config.num_workers or (
         _cpu_workers(config.threads, target_path)
@@ -36,6 +34,24 @@ def pick_devices(config: WorkersConfig, *, num_shards: int, target_path: Path) -
         else len(names)
     )
     return [names[i % len(names)] for i in range(max(1, min(count, num_shards)))]
+
+
+def require_devices(config: WorkersConfig) -> list[str]:
+    """The devices that `config` names, each once per mention.
+
+    Raises:
+        ConfigError: one is not there.
+    """
+    if config.devices == "auto":
+        return [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
+    names = ["cpu"] if config.devices == "cpu" else list(config.devices)
+    for name in names:
+        if name != "cpu" and (torch.device(name).index or 0) >= torch.cuda.device_count():
+            raise ConfigError(
+                f"workers.devices: {name} is not there; torch sees {torch.cuda.device_count()} "
+                "CUDA devices."
+            )
+    return names
 
 
 def _cpu_workers(threads: int, target_path: Path) -> int:

@@ -62,6 +62,11 @@ class Encoder:
         self._special_ids = np.array([i for i, token in added if token.special], np.int64)
 
     @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that the tokenizer calls special."""
+        return frozenset(self._special_ids.tolist())
+
+    @cached_property
     def _spaced_ids(self) -> npt.NDArray[np.int64]:
         """Tokens whose text begins with a space, as byte-level and sentence pieces write it."""
         vocab = self._tokenizer.get_vocab()

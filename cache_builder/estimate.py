@@ -12,9 +12,10 @@ from cache_builder.devices import pick_devices
 from cache_builder.plan import Plan, PlanWriter
 from cache_builder.planning import committed_samples, make_plan
 from cache_builder.space import free_bytes
-from cache_builder.target import resolve_target
+from cache_builder.target import resolve_target, stamp_files
 from cache_builder.tokens import load_template
 from cache_builder.worker import Job, Task, Worker
+from shared.quantity import count, size
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ def estimate(config: BuildConfig) -> dict[str, Any]:
         TargetError: the target cannot be loaded.
     """
     target_path = resolve_target(config.target)
+    stamps = stamp_files(target_path)
     template = load_template(target_path, config.data)
     spec = describe_capture(config, target_path, template)
     path = config.cache.path
@@ -56,6 +58,7 @@ def estimate(config: BuildConfig) -> dict[str, Any]:
             spec=spec,
             target_path=target_path,
             target=config.target,
+            target_stamps=stamps,
             min_free_bytes=0,
         )
         worker = Worker(job, devices[0])
@@ -114,12 +117,12 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         (
             "bytes per token",
             f"{facts['bytes_per_token']:,.0f} stored, {facts['raw_bytes_per_token']:,} as bf16 "
-            f"({facts['stored_over_raw']:.3f}), from {facts['sampled_tokens']:,} tokens",
+            f"({facts['stored_over_raw']:.3f}), from {count(facts['sampled_tokens'], 'token')}",
         ),
-        ("needed", f"{facts['needed_bytes'] / 1e9:,.3f} GB"),
+        ("needed", size(facts["needed_bytes"])),
         (
             "free",
-            f"{facts['free_bytes'] / 1e9:,.3f} GB, of which {facts['min_free_bytes'] / 1e9:g} GB "
+            f"{size(facts['free_bytes'])}, of which {size(facts['min_free_bytes'])} "
             f"must stay free: it {'fits' if facts['fits'] else 'DOES NOT FIT'}",
         ),
         (

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from shared.cache import Cache
+from shared.quantity import count, size
 
 _LENGTH_EDGES = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 2**31)
 
@@ -84,11 +85,11 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("shards", f"{facts['num_shards']:,}"),
         ("samples", f"{facts['num_samples']:,} ({facts['num_quarantined']} quarantined)"),
         ("tokens", f"{facts['num_tokens']:,} ({facts['num_supervised']:,} supervised)"),
-        ("without anchor", f"{facts['num_without_anchor']:,} samples"),
+        ("without anchor", count(facts["num_without_anchor"], "sample")),
         ("codec", ", ".join(f"{key} {value}" for key, value in facts["codec"].items())),
         (
             "stored",
-            f"{facts['stored_bytes'] / 1e6:,.1f} MB, {per_token:,.0f} bytes per token"
+            f"{size(facts['stored_bytes'])}, {per_token:,.0f} bytes per token"
             + ("" if ratio is None else f", {ratio:.3f} of bf16"),
         ),
         ("target", f"{facts['target']}, {facts['target_dtype']}"),

@@ -11,6 +11,7 @@ from cache_builder.plan import Plan
 from cache_builder.pool import Events, Outcome, run_inline, run_processes
 from cache_builder.progress import Progress
 from cache_builder.space import require_fit
+from cache_builder.target import FileStamps
 from cache_builder.worker import Job, Prepared, Task
 from shared.errors import CaptureError
 from shared.spec import CaptureSpec
@@ -18,13 +19,16 @@ from shared.spec import CaptureSpec
 logger = logging.getLogger(__name__)
 
 
-def make_job(config: BuildConfig, plan: Plan, spec: CaptureSpec, target_path: Path) -> Job:
+def make_job(
+    config: BuildConfig, plan: Plan, spec: CaptureSpec, target_path: Path, stamps: FileStamps
+) -> Job:
     return Job(
         cache=config.cache.path,
         plan=plan.directory,
         spec=spec,
         target_path=target_path,
         target=config.target,
+        target_stamps=stamps,
         min_free_bytes=config.cache.min_free_bytes,
     )
 

@@ -22,6 +22,7 @@ from shared.config import differences
 from shared.errors import CacheError, CacheIncompatibleError
 from shared.files import sha256_bytes, write_bytes
 from shared.manifest import Manifest
+from shared.quantity import count, size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +89,7 @@ def _require_distinct(paths: Sequence[Path]) -> None:
 
 
 def _require_mergeable(cache: Cache, other: Cache) -> None:
-    lines = differences(other.spec.to_dict(), cache.spec.to_dict(), names=("there", "here"))
+    lines = differences(other.spec.to_settings(), cache.spec.to_settings(), names=("there", "here"))
     if lines:
         raise CacheIncompatibleError(
             f"{other.path}: its states are not those of {cache.path} ({'; '.join(lines)}). Only "
@@ -149,9 +150,9 @@ def _copy_calibration(cache: Cache, selection: Selection) -> None:
 def rows(report: MergeReport) -> list[tuple[str, str]]:
     """`report` as a table of names and values."""
     return [
-        ("added", f"{report.num_samples:,} samples, {report.num_tokens:,} tokens"),
-        ("bytes", f"{report.stored_bytes / 1e6:,.1f} MB"),
+        ("added", f"{count(report.num_samples, 'sample')}, {count(report.num_tokens, 'token')}"),
+        ("bytes", size(report.stored_bytes)),
         ("shards", f"{report.num_copied:,} copied, {report.num_rewritten:,} rewritten"),
-        ("there already", f"{report.num_duplicates:,} samples"),
+        ("there already", count(report.num_duplicates, "sample")),
         ("generation", str(report.manifest.generation)),
     ]

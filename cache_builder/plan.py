@@ -4,8 +4,10 @@ A plan is written once, before anything is captured, and never changed; a resume
 back. Samples are planned by id, so that no order, rank or count of workers can lose one.
 """
 
+import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from cache_builder.config import Forward
+from cache_builder.conversation import Drop
 from cache_builder.corpus import TokenizedSample
 from cache_builder.retirement import recorded_shards
 from shared.errors import CacheError
@@ -41,6 +44,8 @@ _PLAN_ID = re.compile(r"[0-9]{4,}")
 _TOKENS = "token_ids.i32"
 _MASK = "loss_mask.u8"
 _SAMPLES = "samples.safetensors"
+DROPPED = "dropped.jsonl"
+"""Every row of the data that gave no sample, for people."""
 
 _ARRAYS: dict[str, Any] = {
     "sample_ids": np.uint8,
@@ -218,6 +223,7 @@ class PlanWriter:
             self._wip.mkdir(parents=True)
             self._token_file = (self._wip / _TOKENS).open("wb")
             self._mask_file = (self._wip / _MASK).open("wb")
+            self._dropped_file = (self._wip / DROPPED).open("wb")
 
     def add(self, sample: TokenizedSample) -> None:
         with writing(self._wip):
@@ -233,6 +239,12 @@ class PlanWriter:
         }
         for name, value in values.items():
             self._columns[name].append(value)
+
+    def note_drop(self, file: Path, row: int, drop: Drop) -> None:
+        """Write down a row that gives no sample."""
+        line = {"file": str(file), "row": row, "reason": drop.reason, "detail": drop.detail}
+        with writing(self._wip):
+            self._dropped_file.write(json.dumps(line).encode() + b"\n")
 
     def __len__(self) -> int:
         return len(self._columns["num_tokens"])
@@ -292,11 +304,9 @@ class PlanWriter:
         return Plan(self._target)
 
     def close(self) -> None:
-        with writing(self._wip):
-            try:
-                self._token_file.close()
-            finally:
-                self._mask_file.close()
+        with writing(self._wip), ExitStack() as files:
+            for file in (self._token_file, self._mask_file, self._dropped_file):
+                files.callback(file.close)
 
     def discard(self) -> None:
         self.close()

@@ -1,22 +1,25 @@
 """From the data to a plan: what is new is tokenized once and written down."""
 
 import logging
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from tqdm import tqdm
 
 from cache_builder.commit import committed_shards, read_record
-from cache_builder.config import BuildConfig
+from cache_builder.config import BuildConfig, TargetConfig
+from cache_builder.conversation import Drop
 from cache_builder.corpus import CorpusReader, read_corpus
-from cache_builder.plan import Plan, PlanWriter, find_plans, next_plan_id
+from cache_builder.plan import DROPPED, Plan, PlanWriter, find_plans, next_plan_id
 from cache_builder.quarantine import quarantined_samples
-from cache_builder.report import UNKNOWN_MODEL, CorpusReport
-from cache_builder.sources import find_files
+from cache_builder.report import MAX_EXAMPLES, UNKNOWN_MODEL, CorpusReport
+from cache_builder.sources import digest_file, find_files
 from cache_builder.template import ChatTemplate
 from shared import config as configs
 from shared.cache import DESCRIPTION, PLANS, read_description
-from shared.files import canonical_json, sha256_bytes, sha256_file
+from shared.files import canonical_json, sha256_bytes
+from shared.quantity import count
 from shared.shard_reader import ShardReader
 from shared.spec import CaptureSpec
 from shared.storage import LocalStorage
@@ -42,13 +45,17 @@ def find_or_make_plan(
     """
     plans = config.cache.path / PLANS
     sources = config.data.tagged_sources
-    files = [(source.tag, file) for source in sources for file in find_files(source.path)]
+    files = [(source, file) for source in sources for file in find_files(source.path)]
+    digests = {file: digest_file(file) for _, file in files}
     key = sha256_bytes(
         canonical_json(
             {
                 "fingerprint": spec.fingerprint,
                 "data": configs.to_dict(replace(config.data, sources=("-",))),
-                "files": [[tag, sha256_file(file)] for tag, file in files],
+                "files": [
+                    [source.tag, source.weight, source.limit, digests[file]]
+                    for source, file in files
+                ],
                 "shard_mib": config.plan.shard_mib,
                 # With others, what is missing is planned anew: a plan's shards are all alike.
                 "forward": configs.to_dict(config.forward),
@@ -69,11 +76,23 @@ def find_or_make_plan(
     known, quarantined = committed_samples(config.cache.path)
     if quarantined:
         logger.warning(
-            "%d quarantined samples are left out; --retry-quarantined tries them again",
-            len(quarantined),
+            "%s left out; --retry-quarantined tries them again",
+            count(len(quarantined), "quarantined sample"),
         )
         known |= {bytes.fromhex(sample_id) for sample_id in quarantined}
-    return make_plan(config, spec, template, plans=plans, key=key, known=known)
+    plan = make_plan(
+        config,
+        spec,
+        template,
+        plans=plans,
+        key=key,
+        known=known,
+        digests=digests,
+        known_tags=committed_tags(config.cache.path, spec),
+    )
+    if (plan.directory / DROPPED).stat().st_size:
+        logger.warning("every dropped row is listed in %s", plan.directory / DROPPED)
+    return plan
 
 
 def make_plan(
@@ -84,19 +103,34 @@ def make_plan(
     plans: Path,
     key: str,
     known: set[bytes],
+    digests: Mapping[Path, str] | None = None,
+    known_tags: Collection[str] = (),
 ) -> Plan:
-    """Tokenize the data and write a plan of the samples that are not in `known`."""
-    corpus = open_corpus(config, spec, template)
+    """Tokenize the data and write a plan of the samples that are not in `known`.
+
+    Raises:
+        DataError: the data cannot be used, or are not as `digests` says.
+    """
     writer = PlanWriter(plans, next_plan_id(plans))
     try:
+        corpus = open_corpus(
+            config,
+            spec.target.vocab_size,
+            template,
+            digests=digests,
+            known_tags=known_tags,
+            on_drop=writer.note_drop,
+        )
         num_known = 0
         for sample in tqdm(corpus, desc="tokenize", unit="sample", disable=None):
             if bytes.fromhex(sample.sample_id) in known:
                 num_known += 1
             else:
                 writer.add(sample)
-        _log_corpus(corpus.report, template)
-        logger.info("%d samples are new, %d are in the cache already", len(writer), num_known)
+        log_corpus(corpus.report, template, config.target)
+        logger.info(
+            "%s to add, %s in the cache already", count(len(writer), "sample"), f"{num_known:,}"
+        )
         return writer.commit(
             key=key,
             forward=config.forward,
@@ -107,17 +141,28 @@ def make_plan(
         writer.discard()
 
 
-def open_corpus(config: BuildConfig, spec: CaptureSpec, template: ChatTemplate) -> CorpusReader:
+def open_corpus(
+    config: BuildConfig,
+    vocab_size: int,
+    template: ChatTemplate,
+    *,
+    digests: Mapping[Path, str] | None = None,
+    known_tags: Collection[str] = (),
+    on_drop: Callable[[Path, int, Drop], None] | None = None,
+) -> CorpusReader:
     """The samples that `config` asks for, tokenized one by one while they are read."""
     return read_corpus(
         config.data.tagged_sources,
         template,
-        vocab_size=spec.target.vocab_size,
+        vocab_size=vocab_size,
         max_length=config.data.max_length,
         truncation=config.data.truncation,
         cut_off_answers=config.data.cut_off_answers,
         on_bad_row=config.data.on_bad_row,
         supervise_text=config.data.supervise_text,
+        digests=digests,
+        known_tags=known_tags,
+        on_drop=on_drop,
     )
 
 
@@ -140,31 +185,58 @@ def committed_samples(path: Path) -> tuple[set[bytes], dict[str, str]]:
     return known, quarantined_samples(records, known)
 
 
-def _log_corpus(report: CorpusReport, template: ChatTemplate) -> None:
+def committed_tags(path: Path, spec: CaptureSpec) -> set[str]:
+    """Source tags of the committed shards of the cache at `path`."""
+    records = (read_record(path, spec, shard_id)[0] for shard_id in committed_shards(path))
+    return {tag for record in records for tag in record.sources}
+
+
+def log_corpus(report: CorpusReport, template: ChatTemplate, target: TargetConfig) -> None:
     """Say what became of the rows, and what in them may cost acceptance later."""
-    for line in report.describe():
-        logger.info("%s", line)
-    for writer, count in report.generated_by.items():
-        if writer == UNKNOWN_MODEL:
-            logger.warning(
-                "%d of %d samples do not say which model wrote their answers. A drafter learns "
-                "from the target's own answers best. Name it in the rows' `generated_by`.",
-                count,
-                report.num_kept,
-            )
-        else:
-            logger.info("%d samples answered by %s", count, writer)
+    logger.info("%s", report.describe())
+    for line in report.describe_drops():
+        logger.warning("%s", line)
+    if line := describe_writers(report, target):
+        logger.warning("%s", line)
     if report.num_unthinking:
         logger.warning(
-            "%d answers have no think block although the template arguments ask for one.",
-            report.num_unthinking,
+            "%s without a think block although the template arguments ask for one",
+            count(report.num_unthinking, "answer"),
         )
     if report.num_straddling_tokens:
-        logger.info("%d tokens across the edge of an answer", report.num_straddling_tokens)
+        logger.info("%s across the edge of an answer", count(report.num_straddling_tokens, "token"))
     if report.num_unsupervised_turns:
         logger.info(
-            "%d earlier answers unsupervised: the template leaves out their reasoning",
-            report.num_unsupervised_turns,
+            "%s unsupervised: the template leaves out their reasoning",
+            count(report.num_unsupervised_turns, "earlier answer"),
         )
     if template.reads_clock:
         logger.warning("the chat template writes today's date: ids will differ on another day.")
+
+
+def describe_writers(report: CorpusReport, target: TargetConfig) -> str:
+    """How many samples the target did not answer itself, by what the rows say; else nothing."""
+    own = _model_name(target.name or target.path)
+    others = {
+        name: number
+        for name, number in report.generated_by.items()
+        if name == UNKNOWN_MODEL or _model_name(name) != own
+    }
+    if not others:
+        return ""
+    parts = sorted(others.items(), key=lambda item: -item[1])
+    named = [f"{number:,} by {name}" for name, number in parts if name != UNKNOWN_MODEL]
+    if len(named) > MAX_EXAMPLES:
+        named = [*named[:MAX_EXAMPLES], f"{len(named) - MAX_EXAMPLES:,} other models"]
+    if unknown := others.get(UNKNOWN_MODEL):
+        named.append(f"{unknown:,} do not say by which model")
+    return (
+        f"{sum(others.values()):,} of {count(report.num_kept, 'sample')} not answered by the "
+        f"target {own!r}, by their `generated_by`: {', '.join(named)}. A drafter learns best from "
+        "the target's own answers. (Set target.name if the target has another name there.)"
+    )
+
+
+def _model_name(text: str) -> str:
+    """The last part of a path or hub name, without a remark in brackets or a digest."""
+    return text.partition(" (")[0].partition("@")[0].rstrip("/").rpartition("/")[2].casefold()

@@ -8,10 +8,10 @@ from tqdm import tqdm
 
 from cache_builder.commit import committed_shards, discard_uncommitted, publish, read_record
 from cache_builder.config import BuildConfig
-from cache_builder.corpus import CHOSEN_DROPS
 from cache_builder.description import describe_capture
 from cache_builder.lock import builder_lock
 from cache_builder.planning import open_corpus
+from cache_builder.report import CHOSEN_DROPS
 from cache_builder.retirement import retire
 from cache_builder.rewrite import write_selection
 from cache_builder.selection import (
@@ -26,6 +26,7 @@ from cache_builder.template import ChatTemplate
 from cache_builder.tokens import load_template
 from shared.cache import Cache
 from shared.errors import DataError
+from shared.quantity import count, size
 from shared.spec import CaptureSpec
 from shared.storage import LocalStorage
 
@@ -90,12 +91,12 @@ def prune(
 def _wanted_samples(
     config: BuildConfig, spec: CaptureSpec, template: ChatTemplate, *, ignore_bad_rows: bool
 ) -> set[bytes]:
-    corpus = open_corpus(config, spec, template)
+    corpus = open_corpus(config, spec.target.vocab_size, template)
     wanted = {
         bytes.fromhex(sample.sample_id)
         for sample in tqdm(corpus, desc="tokenize", unit="sample", disable=None)
     }
-    for line in corpus.report.describe():
+    for line in [corpus.report.describe(), *corpus.report.describe_drops()]:
         logger.info("%s", line)
     bad = [
         f"{dropped.count} {reason} ({dropped.examples[0]})"
@@ -124,8 +125,8 @@ def _select(path: Path, spec: CaptureSpec, wanted: set[bytes]) -> list[Selection
         selections.append(replace(selection, quarantined=still))
     if not any(len(selection.rows) for selection in selections):
         raise DataError(
-            f"{path}: none of its samples is in these data ({len(wanted):,} samples). Look at "
-            "data.sources; to give up the cache, delete its directory."
+            f"{path}: none of its samples is in these data ({count(len(wanted), 'sample')}). Look "
+            "at data.sources; to give up the cache, delete its directory."
         )
     return selections
 
@@ -166,11 +167,11 @@ def rows(report: PruneReport, *, dry_run: bool) -> list[tuple[str, str]]:
     """`report` as a table of names and values."""
     verb = "would go" if dry_run else "gone"
     return [
-        (verb, f"{report.num_samples:,} samples, {report.num_tokens:,} tokens"),
-        ("bytes", f"{'about ' if dry_run else ''}{report.freed_bytes / 1e6:,.1f} MB"),
+        (verb, f"{count(report.num_samples, 'sample')}, {count(report.num_tokens, 'token')}"),
+        ("bytes", f"{'about ' if dry_run else ''}{size(report.freed_bytes)}"),
         (
             "shards",
             f"{report.num_removed:,} removed, {report.num_rewritten:,} rewritten",
         ),
-        ("left", f"{report.num_kept_samples:,} samples"),
+        ("left", count(report.num_kept_samples, "sample")),
     ]

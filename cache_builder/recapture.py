@@ -13,11 +13,18 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cache_builder.config import TargetConfig
-from cache_builder.target import Target, describe_target, resolve_target
+from cache_builder.target import (
+    Target,
+    describe_target,
+    require_unchanged,
+    resolve_target,
+    stamp_files,
+)
 from cache_builder.verify import Problem
 from shared import config as configs
 from shared.cache import Cache
 from shared.errors import CacheError, CacheIncompatibleError, ConfigError
+from shared.quantity import count
 
 NOISE = 0.02
 """Relative L2 by which the states of one target may differ between two batch shapes, devices or
@@ -89,6 +96,7 @@ def _open_target(cache: Cache, path: Path) -> Target:
     except ConfigError as error:
         raise CacheIncompatibleError(f"{cache.path}: {error}") from None
     place = resolve_target(config)
+    stamps = stamp_files(place)
     found = describe_target(place, config)
     lines = configs.differences(
         configs.to_dict(found), configs.to_dict(spec.target), names=("there", "in the cache")
@@ -99,7 +107,9 @@ def _open_target(cache: Cache, path: Path) -> Target:
             "was built from."
         )
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    return Target.load(place, config, spec.target_layer_ids, device)
+    target = Target.load(place, config, spec.target_layer_ids, device)
+    require_unchanged(place, stamps)
+    return target
 
 
 def _compare(cache: Cache, target: Target, position: int, report: Recapture) -> None:
@@ -140,7 +150,10 @@ def _distances(found_TLD: Tensor, expected_TLD: Tensor) -> list[float]:
 def rows(report: Recapture) -> list[tuple[str, str]]:
     """`report` as a table of names and values."""
     table = [
-        ("captured again", f"{report.num_samples} samples, {report.num_equal} equal to the bit")
+        (
+            "captured again",
+            f"{count(report.num_samples, 'sample')}, {report.num_equal:,} equal to the bit",
+        )
     ]
     for layer in report.to_dict()["layers"]:
         table.append(

@@ -20,6 +20,7 @@ from cache_builder.conversation import (
     Pretokenized,
     RowRefusedError,
 )
+from shared.quantity import count
 
 ROLES = {
     "system": "system",
@@ -123,7 +124,9 @@ def _parse_prompt(record: object) -> Conversation:
         elif asked and asked[-1].role == "user":
             asked.append(Message(role="assistant", content=""))
     if not any(message.role == "user" for message in asked):
-        raise RowRefusedError(DropReason.NO_USER_TURN, f"{len(turns)} messages, none a user's")
+        raise RowRefusedError(
+            DropReason.NO_USER_TURN, f"{count(len(turns), 'message')}, none a user's"
+        )
     if asked[-1].role != "assistant":
         asked.append(Message(role="assistant", content=""))
     return Conversation(
@@ -192,7 +195,7 @@ def _check_answers(messages: tuple[Message, ...], is_cut_off: bool) -> None:
     turns = [index for index, message in enumerate(messages) if message.role == "assistant"]
     if not turns:
         raise RowRefusedError(
-            DropReason.NO_ASSISTANT_TURN, f"{len(messages)} messages, none an answer"
+            DropReason.NO_ASSISTANT_TURN, f"{count(len(messages), 'message')}, none an answer"
         )
     for index in turns:
         message = messages[index]

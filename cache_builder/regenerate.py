@@ -163,6 +163,7 @@ def _read_prompts(
             try:
                 if isinstance(conversation, Drop):
                     raise RowRefusedError(conversation.reason, conversation.detail)
+                template.require_no_control_token(conversation)
                 first = conversation.messages[: _first_answer(conversation.messages)]
                 ids = tuple(template.prompt_ids(first, conversation.tools).tolist())
             except RowRefusedError as error:

@@ -18,7 +18,7 @@ from cache_builder.jobs import capture_shards, make_job
 from cache_builder.lock import builder_lock
 from cache_builder.plan import Plan, find_plans
 from cache_builder.retirement import retired_shards
-from cache_builder.target import resolve_target
+from cache_builder.target import resolve_target, stamp_files
 from cache_builder.tokens import load_template
 from cache_builder.verify import Problem, verify_cache, verify_unpublished
 from cache_builder.worker import Prepared, Task
@@ -97,6 +97,7 @@ def _capture(
     todo: Sequence[str],
 ) -> None:
     path, target_path = config.cache.path, resolve_target(config.target)
+    stamps = stamp_files(target_path)
     template = load_template(target_path, config.data)
     describe_capture(config, target_path, template).require_equal(spec, str(path))
     for plan in plans:
@@ -106,7 +107,8 @@ def _capture(
             if shard_id in todo
         ]
         if tasks:
-            capture_shards(config, make_job(config, plan, spec, target_path), plan, tasks, prepared)
+            job = make_job(config, plan, spec, target_path, stamps)
+            capture_shards(config, job, plan, tasks, prepared)
 
 
 def _forward(path: Path, spec: CaptureSpec, plan: Plan, shard_id: str) -> Forward:

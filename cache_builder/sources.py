@@ -1,15 +1,30 @@
 """The files of a dataset and their rows."""
 
 import gzip
+import hashlib
+import heapq
+import io
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from shared.errors import DataError
+from shared.files import sha256_file
 
 SUFFIXES = (".jsonl", ".jsonl.gz")
+CHANGED = (
+    "changed while it was read. Nothing was captured from it: wait until whatever writes the data "
+    "is done, and run the same command again."
+)
+_BUFFER_BYTES = 2**20
+
+HASHES = 2**64
+"""Hashes of rows lie below it."""
+
+NOT_CHOSEN = object()
+"""Stands for a row that `weight` or `limit` leave out."""
 
 
 def find_files(path: str) -> list[Path]:
@@ -18,6 +33,15 @@ def find_files(path: str) -> list[Path]:
     Raises:
         DataError: there is none, or one is not JSON lines by its name.
     """
+    try:
+        return _find_files(path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be looked at ({error.strerror}).") from error
+    except (ValueError, NotImplementedError) as error:
+        raise DataError(f"{path}: not a pattern ({error}).") from error
+
+
+def _find_files(path: str) -> list[Path]:
     place = Path(path)
     if place.is_dir():
         files = [file for file in sorted(place.iterdir()) if file.name.endswith(SUFFIXES)]
@@ -46,18 +70,97 @@ def find_files(path: str) -> list[Path]:
     return files
 
 
-def read_rows(file: Path) -> Iterator[tuple[int, Any]]:
-    """Line number, from 1, and JSON value of every line that is not blank.
+class _Hashed(io.RawIOBase):
+    """A file that hashes what is read of it."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file.open("rb", buffering=0)
+        self.digest = hashlib.sha256()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._file.readinto(buffer) or 0
+        self.digest.update(memoryview(buffer)[:count])
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def digest_file(file: Path) -> str:
+    """SHA-256 of a file of the dataset.
 
     Raises:
-        DataError: a line is not JSON in UTF-8, or the file cannot be read.
+        DataError: it cannot be read.
     """
+    try:
+        return sha256_file(file)
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error}).") from error
+
+
+def choose_below(files: Iterable[Path], *, weight: float, limit: int | None) -> int:
+    """The bound below which the hash of a row must lie for the row to be taken.
+
+    Depends on the contents of the rows only, not on their order or number: a row that is taken
+    stays so while others are added, as long as `limit` is not reached.
+
+    Args:
+        weight: share of the rows.
+        limit: rows at most; equal ones count once.
+    """
+    below = int(weight * HASHES)
+    if limit is None:
+        return below
+    smallest: list[int] = []  # negated: the root of the heap is the largest
+    held: set[int] = set()
+    for file in files:
+        for _, line in _read_lines(file):
+            number = _row_hash(line)
+            if number >= below or number in held:
+                continue
+            held.add(number)
+            heapq.heappush(smallest, -number)
+            if len(smallest) > limit:
+                held.remove(below := -heapq.heappop(smallest))
+    return below
+
+
+def read_rows(
+    file: Path, *, digest: str | None = None, below: int = HASHES
+) -> Iterator[tuple[int, Any]]:
+    """Line number, from 1, and JSON value of every line that is not blank.
+
+    Args:
+        digest: what the bytes read must hash to; compared when all are read.
+        below: as `choose_below` gave it; rows that are not taken come as `NOT_CHOSEN`.
+
+    Raises:
+        DataError: a line is not JSON in UTF-8, the file cannot be read, or it has other bytes than
+            `digest` says.
+    """
+    for number, line in _read_lines(file, digest):
+        is_chosen = below >= HASHES or _row_hash(line) < below
+        yield number, _parse(file, number, line) if is_chosen else NOT_CHOSEN
+
+
+def _row_hash(line: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(line.strip()).digest()[:8], "big")
+
+
+def _read_lines(file: Path, digest: str | None = None) -> Iterator[tuple[int, bytes]]:
     number = 0
     try:
-        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield number, _parse(file, number, line)
+        with _Hashed(file) as raw, io.BufferedReader(raw, _BUFFER_BYTES) as data:
+            with gzip.open(data) if file.suffix == ".gz" else data as lines:
+                for number, line in enumerate(lines, 1):
+                    if line.strip():
+                        yield number, line
+            if digest is not None and raw.digest.hexdigest() != digest:
+                raise DataError(f"{file}: {CHANGED}")
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{file}: cannot be read after line {number} ({error}).") from error
 

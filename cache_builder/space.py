@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 from shared.errors import OutOfSpaceError
+from shared.quantity import size
 
 
 def free_bytes(path: Path) -> int:
@@ -21,7 +22,7 @@ def require_floor(path: Path, floor_bytes: int) -> None:
     """
     if (free := free_bytes(path)) < floor_bytes:
         raise OutOfSpaceError(
-            f"{path}: {free / 1e9:.2f} GB free, {floor_bytes / 1e9:.2f} GB must stay free "
+            f"{path}: {size(free)} free, {size(floor_bytes)} must stay free "
             "(cache.min_free_gb). What is committed is kept: free some space and run the same "
             "command again."
         )
@@ -36,7 +37,7 @@ def require_fit(path: Path, needed_bytes: float, floor_bytes: int) -> None:
     free = free_bytes(path)
     if needed_bytes + floor_bytes > free:
         raise OutOfSpaceError(
-            f"{path}: about {needed_bytes / 1e9:.2f} GB needed and {floor_bytes / 1e9:.2f} GB to "
-            f"stay free (cache.min_free_gb), {free / 1e9:.2f} GB are. Free some space, choose "
+            f"{path}: about {size(needed_bytes)} needed and {size(floor_bytes)} to "
+            f"stay free (cache.min_free_gb), {size(free)} are free. Free some space, choose "
             "another disk, or a smaller codec.preset."
         )

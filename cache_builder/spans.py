@@ -18,6 +18,7 @@ from cache_builder.conversation import (
     Message,
     RowRefusedError,
 )
+from shared.quantity import count
 
 THINK_TAIL = re.compile(rf"{THINK_OPEN}\s*(?:{THINK_CLOSE}\s*)?\Z")
 """What a generation prompt may hold of a think block: the opening tag, or an empty block."""
@@ -51,7 +52,8 @@ def marked_spans(
     if len(marks) != len(turns):
         raise RowRefusedError(
             DropReason.MASK_NOT_PROVABLE,
-            f"the template marks {len(marks)} generations for {len(turns)} answers",
+            f"the template marks {count(len(marks), 'generation')} for "
+            f"{count(len(turns), 'answer')}",
         )
     spans = []
     for turn, (start, limit) in zip(turns, marks, strict=True):
@@ -96,7 +98,7 @@ def occurrence_spans(
         raise RowRefusedError(
             DropReason.MASK_NOT_PROVABLE,
             f"the template rewrites history, and its generation prompt {header!r} occurs "
-            f"{len(places)} times for {len(turns)} answers",
+            f"{count(len(places), 'time')} for {count(len(turns), 'answer')}",
         )
     if any(header.strip() in message.content + (message.reasoning or "") for message in messages):
         raise RowRefusedError(

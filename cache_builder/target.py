@@ -19,12 +19,20 @@ from cache_builder.decoder import Decoder
 from shared.errors import TargetError
 from shared.files import canonical_json, read_json, sha256_bytes, sha256_file
 from shared.head import Head
+from shared.quantity import count, size
 from shared.spec import TargetSpec
 
 logger = logging.getLogger(__name__)
 
 _VOLATILE_CONFIG = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")
 """Keys of config.json that say nothing about the model's function."""
+
+
+_STAMPED = (".safetensors", ".json", ".jinja", ".model", ".txt")
+"""What a target is loaded from."""
+
+FileStamps = dict[str, tuple[int, int, int]]
+"""By name: size in bytes, time of the last change in nanoseconds, and inode."""
 
 
 class _LastTapReached(Exception):  # noqa: N818  # a signal, not an error
@@ -68,6 +76,29 @@ def load_config(path: Path) -> Any:
         raise TargetError(f"{path}: transformers cannot read its config ({error}).") from error
 
 
+def stamp_files(path: Path) -> FileStamps:
+    """What shows cheaply that the files of the target in `path` are still the same."""
+    try:
+        found = [(f.name, f.stat()) for f in sorted(path.iterdir()) if f.suffix in _STAMPED]
+    except OSError as error:
+        raise TargetError(f"{path}: cannot be read ({error}).") from error
+    return {name: (stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in found}
+
+
+def require_unchanged(path: Path, stamps: FileStamps) -> None:
+    """Refuse a target whose files are not those of `stamps`: what was hashed is not what runs.
+
+    Raises:
+        TargetError: naming the first file.
+    """
+    now = stamp_files(path)
+    if changed := sorted(n for n in stamps.keys() | now.keys() if stamps.get(n) != now.get(n)):
+        raise TargetError(
+            f"{path / changed[0]}: changed since the target was hashed. Leave the target's files "
+            "alone during a build, and run the same command again."
+        )
+
+
 def describe_target(path: Path, config: TargetConfig) -> TargetSpec:
     """Identify the target by the content of its files, without loading it.
 
@@ -80,7 +111,7 @@ def describe_target(path: Path, config: TargetConfig) -> TargetSpec:
     if not weights:
         raise TargetError(f"{path}: no *.safetensors weights. Convert the model first.")
     total = sum(file.stat().st_size for file in weights)
-    logger.info("hashing %d weight files, %.1f GB", len(weights), total / 1e9)
+    logger.info("hashing %s, %s", count(len(weights), "weight file"), size(total))
     fields = read_json(path / "config.json")
     stable = {key: value for key, value in fields.items() if key not in _VOLATILE_CONFIG}
     quantization = getattr(model_config, "quantization_config", None)

@@ -5,11 +5,12 @@ tokens of the tokenizer's own. The mask marks what the target generated: think b
 end-of-turn token. A token across the edge of an answer is not supervised.
 """
 
+import contextlib
 import hashlib
 import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ import numpy.typing as npt
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from cache_builder.answer import locate_answer
+from cache_builder.control import ControlTokens
 from cache_builder.conversation import Conversation, Drop, DropReason, Message, RowRefusedError
 from cache_builder.encoding import Encoder
 from cache_builder.spans import Span, marked_spans, occurrence_spans, prefix_spans
@@ -62,17 +64,25 @@ class ChatTemplate:
     """The chat template and tokenizer of one target, with fixed template arguments."""
 
     def __init__(
-        self, tokenizer: "PreTrainedTokenizerBase", arguments: Mapping[str, bool | int | str]
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        arguments: Mapping[str, bool | int | str],
+        *,
+        end_ids: Sequence[int] = (),
     ) -> None:
         """Check that the template can be used.
+
+        Args:
+            end_ids: tokens that end the target's text, besides the tokenizer's own eos.
 
         Raises:
             TargetError: the template does not compile, or the tokenizer gives no offsets.
             ValueError: an argument would replace what is passed anyway.
         """
-        reserved = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
-        if clash := sorted(reserved & arguments.keys()):
-            raise ValueError(f"template arguments must not set {', '.join(clash)}")
+        if clash := sorted(_reserved(tokenizer) & arguments.keys()):
+            raise ValueError(
+                f"must not set {', '.join(clash)}: it is passed to the template anyway"
+            )
         self._encoder = Encoder(tokenizer)
         self._tokenizer = tokenizer
         self.arguments = dict(arguments)
@@ -88,6 +98,12 @@ class ChatTemplate:
             ) from error
         except RENDER_ERRORS:
             pass  # It does not take this conversation; it may take those of the dataset.
+        self._control = ControlTokens(tokenizer, self._probes(), end_ids)
+
+    @property
+    def vocabulary_files(self) -> tuple[str, ...]:
+        """Names of the files that tokenizers of this class are made from."""
+        return tuple(type(self._tokenizer).vocab_files_names.values())
 
     @property
     def sha256(self) -> str:
@@ -98,6 +114,10 @@ class ChatTemplate:
     def bos_id(self) -> int | None:
         bos_id: int | None = self._tokenizer.bos_token_id
         return bos_id
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        return self._encoder.special_ids
 
     @property
     def reads_clock(self) -> bool:
@@ -125,14 +145,31 @@ class ChatTemplate:
         )
         return text
 
+    def require_no_control_token(self, conversation: Conversation) -> None:
+        """Refuse messages that write what structures a conversation.
+
+        Raises:
+            RowRefusedError: naming message and token.
+        """
+        if found := self._control.find(conversation):
+            raise RowRefusedError(DropReason.CONTROL_TOKEN, found)
+
     def tokenize(self, conversation: Conversation) -> MaskedTokens | Drop:
         """Ids and mask of a conversation, or why its mask cannot be proven."""
+        if clash := sorted(_reserved(self._tokenizer) & conversation.template_arguments.keys()):
+            return Drop(
+                DropReason.BAD_FIELD, f"chat_template_kwargs must not set {', '.join(clash)}"
+            )
         for key, value in conversation.template_arguments.items():
             if (ours := self.arguments.get(key)) != value:
                 return Drop(
                     DropReason.MODE_MISMATCH,
                     f"answered with {key} = {value!r}, but the template arguments say {ours!r}",
                 )
+        try:
+            self.require_no_control_token(conversation)
+        except RowRefusedError as error:
+            return error.drop
         result = self._try(conversation, verbatim=False)
         if any(message.verbatim is not None for message in conversation.messages):
             # Some templates know thoughts as a field, others print the tags of the content.
@@ -157,6 +194,14 @@ class ChatTemplate:
         mask = np.ones(len(ids), np.uint8)
         mask[:1] = 0
         return MaskedTokens(ids.astype(np.int32), mask)
+
+    def _probes(self) -> Iterator[str]:
+        """Renderings in which every control token is the template's own."""
+        system, user = Message(role="system", content="?"), Message(role="user", content="?")
+        answer = Message(role="assistant", content="!")
+        for messages in ([user, answer, user], [user, answer], [system, user]):
+            with contextlib.suppress(*RENDER_ERRORS):
+                yield self._render(messages, (), generation_prompt=messages[-1] is user)
 
     def _try(self, conversation: Conversation, *, verbatim: bool) -> MaskedTokens | Drop:
         try:
@@ -256,6 +301,12 @@ class ChatTemplate:
             **self.arguments,
         )
         return text
+
+
+def _reserved(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
+    """Names that template arguments cannot have: transformers passes them itself."""
+    functions = (tokenizer.apply_chat_template, render_jinja_template)
+    return {"self", "messages"}.union(*(inspect.signature(f).parameters for f in functions))
 
 
 def _fields(messages: Sequence[Message], *, verbatim: bool) -> list[dict[str, Any]]:

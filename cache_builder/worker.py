@@ -17,7 +17,7 @@ from cache_builder.capture import ShardCapture, Timing
 from cache_builder.config import Forward, TargetConfig
 from cache_builder.lock import worker_lock
 from cache_builder.plan import Plan
-from cache_builder.target import Target
+from cache_builder.target import FileStamps, Target, require_unchanged
 from shared import log
 from shared.cache import CALIBRATIONS, HEAD, calibration_to_bytes, read_calibration
 from shared.errors import DraftCacheError
@@ -50,6 +50,9 @@ class Job:
     spec: CaptureSpec
     target_path: Path
     target: TargetConfig
+    target_stamps: FileStamps
+    """Of the files that were hashed."""
+
     min_free_bytes: int
 
 
@@ -68,6 +71,7 @@ class Worker:
         self._job = job
         self._plan = Plan(job.plan)
         self._target = Target.load(job.target_path, job.target, job.spec.target_layer_ids, device)
+        require_unchanged(job.target_path, job.target_stamps)
 
     def prepare(self) -> Prepared:
         """Write the frozen head, and learn the channels if the codec needs them."""

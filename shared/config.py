@@ -5,6 +5,7 @@ What is accepted: nested dataclasses, `int`, `float`, `bool`, `str`, `Path`, `Li
 so is an unknown key (with a suggestion), a missing one, and `true` for a number.
 """
 
+import copy
 import dataclasses
 import difflib
 import math
@@ -19,6 +20,12 @@ from shared.errors import ConfigError
 
 T = TypeVar("T")
 
+MAX_NAME_BYTES = 255
+"""Of one name in a path, on the file systems of Linux."""
+
+MAX_SHOWN = 200
+"""Characters of a value that a message repeats."""
+
 
 def load(schema: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
     """Read `path` and the `section.key=value` overrides into `schema`.
@@ -30,15 +37,15 @@ def load(schema: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
         tree = tomllib.loads(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such configuration file.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, numbers beyond Python's
         raise ConfigError(f"{path}: not TOML: {error}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}).") from None
-    for override in overrides:
-        _override(tree, override)
     try:
-        return build(schema, tree)
+        return build(schema, _overridden(tree, overrides))
     except ConfigError as error:
+        if blamed := _blame(schema, tree, overrides, str(error)):
+            raise ConfigError(f"{' '.join(f'--set {one}' for one in blamed)}: {error}") from None
         raise ConfigError(f"{path}: {error}") from None
 
 
@@ -102,20 +109,49 @@ def differences(
     ]
 
 
+def _overridden(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """A copy of `tree` with the overrides in it."""
+    changed = copy.deepcopy(tree)
+    for override in overrides:
+        _override(changed, override)
+    return changed
+
+
+def _blame(
+    schema: type[Any], tree: dict[str, Any], overrides: Sequence[str], message: str
+) -> list[str]:
+    """The overrides without which `message` would be another or none; empty: the file's fault."""
+
+    def without(blamed: Sequence[str]) -> str:
+        try:
+            build(schema, _overridden(tree, [one for one in overrides if one not in blamed]))
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    of_key: dict[str, list[str]] = {}
+    for override in overrides:
+        of_key.setdefault(override.partition("=")[0].strip(), []).append(override)
+    guilty = [of_key[key][-1] for key in of_key if without(of_key[key]) != message]
+    if not guilty and overrides and without(overrides) != message:
+        return list(overrides)  # only together
+    return guilty
+
+
 def _override(tree: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     path = key.strip().split(".")
     if not separator or not all(path):
-        raise ConfigError(f"--set {override}: expected section.key=value")
+        raise ConfigError("expected section.key=value")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         value = text.strip()  # a bare word is a string, so that paths need no quotes
     node = tree
     for name in path[:-1]:
         node = node.setdefault(name, {})
         if not isinstance(node, dict):
-            raise ConfigError(f"--set {override}: {name!r} is not a section")
+            raise ConfigError(f"{name!r} is not a section")
     node[path[-1]] = value
 
 
@@ -123,20 +159,22 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{where}: expected a section, got {value!r}")
+            raise ConfigError(f"{where}: expected a section, got {_short(value)}")
         return build(typing.cast(type, kind), value, where)
     if origin in (Union, types.UnionType):
         return _convert_union(arguments, value, where)
     if origin is Literal:
         if not any(value == choice and type(value) is type(choice) for choice in arguments):
-            hint = _suggest(str(value), [str(choice) for choice in arguments])
-            raise ConfigError(f"{where}: expected one of {list(arguments)}, got {value!r}{hint}")
+            hint = _suggest(_short(value).strip("'"), [str(choice) for choice in arguments])
+            raise ConfigError(
+                f"{where}: expected one of {list(arguments)}, got {_short(value)}{hint}"
+            )
         return value
     if origin is tuple:
         return _convert_tuple(arguments, value, where)
     if origin is dict:
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{where}: expected a table, got {value!r}")
+            raise ConfigError(f"{where}: expected a table, got {_short(value)}")
         return {key: _convert(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
     return _convert_scalar(kind, value, where)
 
@@ -157,7 +195,7 @@ def _convert_union(arguments: tuple[Any, ...], value: Any, where: str) -> Any:
 
 def _convert_tuple(arguments: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple):
-        raise ConfigError(f"{where}: expected a list, got {value!r}")
+        raise ConfigError(f"{where}: expected a list, got {_short(value)}")
     if len(arguments) == 2 and arguments[1] is Ellipsis:
         kinds: Sequence[Any] = [arguments[0]] * len(value)
     elif len(arguments) == len(value):
@@ -174,11 +212,19 @@ def _convert_scalar(kind: Any, value: Any, where: str) -> Any:
     if kind is Path and isinstance(value, str):
         if not value.strip():
             raise ConfigError(f"{where}: expected a path, got an empty text")
+        if "\0" in value:
+            raise ConfigError(f"{where}: expected a path without NUL, got {_short(value)}")
+        if max(len(name.encode(errors="replace")) for name in value.split("/")) > MAX_NAME_BYTES:
+            raise ConfigError(
+                f"{where}: expected names of at most {MAX_NAME_BYTES} bytes, got {value[:40]!r}..."
+            )
         is_home = value == "~" or value.startswith("~/")
         return Path(value).expanduser() if is_home else Path(value)
     if kind is bool and isinstance(value, bool):
         return value
     if kind is int and isinstance(value, int) and not isinstance(value, bool):
+        if not -(2**63) <= value < 2**63:
+            raise ConfigError(f"{where}: expected an integer of 64 bits, got {_short(value)}")
         return value
     if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
         try:
@@ -189,7 +235,15 @@ def _convert_scalar(kind: Any, value: Any, where: str) -> Any:
             return number
     if kind is str and isinstance(value, str):
         return value
-    raise ConfigError(f"{where}: expected {kind.__name__}, got {value!r}")
+    raise ConfigError(f"{where}: expected {kind.__name__}, got {_short(value)}")
+
+
+def _short(value: Any) -> str:
+    """`value` for a message, which stays a line."""
+    if isinstance(value, int) and abs(value) > 10**40:
+        return f"one of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def _at(where: str) -> str:

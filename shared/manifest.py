@@ -15,6 +15,10 @@ _SHARD_ID = re.compile(r"[0-9]{4,}-[0-9]{5,}")
 _FILE_NAME = re.compile(r"[a-z0-9_]+(/[a-z0-9_]+)*(\.json)?")
 _OWN_DIGEST = "sha256"
 _MAX_SIZE = 2**63 - 1
+_MAX_BATCH_TOKENS = 2**31 - 1
+MAX_THREADS = 1024
+"""CPU threads of one forward."""
+
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _SAMPLE_ID = re.compile(r"[0-9a-f]{32}")
 
@@ -100,8 +104,10 @@ class ShardRecord:
         _check_digest(self.fingerprint, "fingerprint")
         if min(self.num_samples, self.num_tokens, self.num_supervised, self.num_outliers) < 0:
             raise ValueError(f"shard {self.shard_id}: negative count")
-        if any(value is not None and value <= 0 for value in (self.batch_tokens, self.threads)):
-            raise ValueError(f"shard {self.shard_id}: batch_tokens and threads must be positive")
+        for name, most in (("batch_tokens", _MAX_BATCH_TOKENS), ("threads", MAX_THREADS)):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= most:
+                raise ValueError(f"shard {self.shard_id}: {name} must be in [1, {most}]")
         for name in self.files:
             if not _FILE_NAME.fullmatch(name):
                 raise ValueError(f"shard {self.shard_id}: file name {name!r} is not allowed")

@@ -8,11 +8,29 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared import config
-from shared.codec import CHUNK_TOKENS, Codec, codec_from_dict
+from shared.codec import CHUNK_TOKENS, PRESETS, Codec, codec_from_dict
 from shared.errors import CacheIncompatibleError, ConfigError
 from shared.files import canonical_json, sha256_bytes
 
 FORMAT_VERSION = 1
+_SETTINGS = {
+    "target.config_sha256": "target.path (config.json)",
+    "target.weights_sha256": "target.path (weights)",
+    "target.model_type": "target.path (model_type)",
+    "target.quantization": "target.path (quantization)",
+    "target.num_layers": "target.path (num_layers)",
+    "target.hidden_size": "target.path (hidden_size)",
+    "target.vocab_size": "target.path (vocab_size)",
+    "tokens.tokenizer_sha256": "target.path (tokenizer files)",
+    "tokens.template_sha256": "target.path (chat template)",
+    "tokens.eos_token_ids": "target.path (eos_token_ids)",
+    "tokens.pad_token_id": "target.path (pad_token_id)",
+    "tokens.max_length": "data.max_length",
+    "tokens.truncation": "data.truncation",
+    "target_layer_ids": "capture.target_layer_ids",
+}
+"""The setting of stage one that decides a field of the spec, where it has another name."""
+
 LAYER_CONVENTION = "output of decoder block k, 0-based, before the final norm"
 
 
@@ -125,11 +143,21 @@ class CaptureSpec:
         """Refuse to mix two fingerprints in one cache.
 
         Raises:
-            CacheIncompatibleError: naming every field that differs.
+            CacheIncompatibleError: naming every setting that differs.
         """
-        lines = config.differences(self.to_dict(), stored.to_dict())
+        lines = config.differences(self.to_settings(), stored.to_settings())
         if lines:
             raise CacheIncompatibleError(
                 f"{where}: built with other settings ({'; '.join(lines)}). "
-                "Give the new settings a cache of their own, or restore these."
+                "Give the new settings a cache of their own (cache.path), or restore these."
             )
+
+    def to_settings(self) -> dict[str, Any]:
+        """The spec by the settings of stage one that decide its fields, for messages."""
+        fields = self.to_dict()
+        codec = fields.pop("codec")
+        presets = {name: preset.to_dict() for name, preset in PRESETS.items()}
+        arguments = fields["tokens"].pop("template_arguments")
+        settings = {_SETTINGS.get(key, key): value for key, value in config.flatten(fields).items()}
+        settings["codec.preset"] = next((n for n in presets if presets[n] == codec), str(codec))
+        return {**settings, **{f"data.template_arguments.{k}": v for k, v in arguments.items()}}

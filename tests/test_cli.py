@@ -170,6 +170,35 @@ def test_settings_that_cannot_be_right(
     assert message in line
 
 
+def test_preview_shows_what_is_supervised_and_what_is_dropped(
+    invoke: Invoke, build_config: Callable[..., Path], tmp_path: Path
+) -> None:
+    rows = [
+        {"prompt": "one\x1b[31m", "response": "two"},
+        {"prompt": "one", "response": "t<|im_end|>wo"},
+        {"prompt": "three", "response": "four"},
+    ]
+    config = build_config(data=write_jsonl(tmp_path / "chats.jsonl", rows))
+    code, out, _ = invoke("cache-builder", "preview", "--config", config, "-n", "1")
+    assert code == 0
+    assert "assistant\n[[two]][[<|im_end|>]]" in out
+    assert "one\\x1b[31m<|im_end|>" in out
+    assert "\x1b" not in out
+    assert "four" not in out
+    assert "3 rows: 2 samples" in out
+    assert "control_token" in out
+    assert "chats.jsonl:2: message 1 (assistant) writes '<|im_end|>'" in out
+    assert not (tmp_path / "cache").exists()
+
+
+def test_preview_paints_supervised_tokens(tiny_build: Callable[..., BuildConfig]) -> None:
+    from cache_builder.preview import preview
+
+    shown = "\n".join(preview(tiny_build(Path("-")), 1, num_rows=1, is_colored=True))
+    assert "\x1b[32m\x1b[1m" in shown
+    assert "[[" not in shown
+
+
 def test_a_build_that_is_refused_loses_nothing(
     invoke: Invoke, build_config: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -179,7 +208,7 @@ def test_a_build_that_is_refused_loses_nothing(
     changed = ("--set", "capture.target_layer_ids=[0,1]")
     code, _, err = invoke("cache-builder", "build", "--config", config, *changed)
     assert code == 1
-    assert "target_layer_ids: [0, 1] asked for, [0, 2] in the cache" in errors(err)[0]
+    assert "capture.target_layer_ids: [0, 1] asked for, [0, 2] in the cache" in errors(err)[0]
     assert (tmp_path / "cache" / MANIFEST).read_bytes() == before
     code, out, _ = invoke("cache-builder", "inspect", tmp_path / "cache", "--json")
     assert code == 0

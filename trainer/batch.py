@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shared.cache import Cache
 from shared.codec import Packed
+from shared.errors import ConfigError
 from shared.shard import StoredSample
 
 
@@ -74,6 +75,28 @@ class Batch:
             epoch=self.epoch,
             bucket=self.bucket,
         )
+
+
+def require_no_mask_token(batch: Batch, mask_token_id: int) -> None:
+    """Refuse text that holds the token which stands for what is to be predicted.
+
+    Raises:
+        ConfigError: naming the sample.
+    """
+    found = (batch.token_ids_S == mask_token_id).nonzero()
+    if len(found):
+        place = int(found[0])
+        sample_id = batch.sample_ids[int(batch.document_S[place])]
+        raise mask_token_in_text(mask_token_id, sample_id, int(batch.position_S[place]))
+
+
+def mask_token_in_text(mask_token_id: int, sample_id: str, position: int) -> ConfigError:
+    """The error for it, in the same words wherever it is found."""
+    return ConfigError(
+        f"drafter.mask_token_id {mask_token_id} occurs in the text: sample {sample_id}, position "
+        f"{position}. Choose a reserved id of the target that no text contains, and begin anew "
+        "(--fresh); or remove the sample from the data and prune the cache."
+    )
 
 
 class Features:

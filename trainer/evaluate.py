@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from trainer.acceptance import chain_accepted, rank_of_gold, segments, tree_accepted
 from trainer.anchors import legal_anchors
-from trainer.batch import Batch, collate
+from trainer.batch import Batch, collate, require_no_mask_token
 from trainer.loss import weighing
 from trainer.metrics import AcceptanceTotals
 from trainer.run import Run
@@ -60,7 +60,9 @@ def evaluate(
         tree = np.zeros((len(sample.token_ids), len(totals.budgets)), np.int64)
         for start in range(0, len(anchors), _ANCHORS_PER_FORWARD):
             part = anchors[start : start + _ANCHORS_PER_FORWARD]
-            batch = collate([sample], [part], epoch=0, bucket=bucket).to(session.device)
+            batch = collate([sample], [part], epoch=0, bucket=bucket)
+            require_no_mask_token(batch, session.config.drafter.mask_token_id)
+            batch = batch.to(session.device)
             chain[part], tree[part] = _add_anchors(session, batch, totals)
         for begin, end in segments(sample.loss_mask):
             totals.add_walk(chain[begin:end], tree[begin:end])

@@ -4,18 +4,21 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from shared.cache import Cache
 from shared.errors import CacheIncompatibleError, ConfigError, RunError
 from shared.head import Head
-from trainer.batch import Features
+from trainer.batch import Features, mask_token_in_text
 from trainer.config import DrafterConfig, TrainConfig
 from trainer.drafter import Drafter
 from trainer.index import Split, split_samples
 
 _RMS_SAMPLES = 32
+_MASK_SHARDS = 4
+"""Shards whose text is searched for the mask token at the start."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -145,6 +148,25 @@ def check_mask_token(config: DrafterConfig, cache: Cache) -> None:
             f"drafter.mask_token_id {config.mask_token_id} ends or pads text of this target. "
             "Choose a reserved id that never occurs in text."
         )
+
+
+def require_unused_mask_token(config: DrafterConfig, cache: Cache) -> None:
+    """Look for the mask token in the text of the first shards, before anything is trained.
+
+    The samples of every micro-batch are looked at too; this finds a common token at once.
+
+    Raises:
+        ConfigError: naming a sample that holds it.
+    """
+    for shard_id in cache.shard_ids[:_MASK_SHARDS]:
+        reader = cache.shard(shard_id)
+        found = np.flatnonzero(reader.arrays["token_ids"] == config.mask_token_id)
+        if len(found):
+            offsets = reader.arrays["sample_offsets"]
+            row = int(np.searchsorted(offsets, found[0], side="right")) - 1
+            raise mask_token_in_text(
+                config.mask_token_id, reader.sample_id(row), int(found[0] - offsets[row])
+            )
 
 
 def read_target_config(cache: Cache) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from shared import config as configs
 from shared.errors import ConfigError, NonFiniteError, RunError
 from shared.files import remove_tree, write_json
 from trainer import checkpoint as checkpoints
-from trainer.batch import Batch
+from trainer.batch import Batch, require_no_mask_token
 from trainer.checkpoint_writer import CheckpointWriter
 from trainer.config import TrainConfig
 from trainer.drafter import fit_start_
@@ -30,7 +30,7 @@ from trainer.optim import (
 )
 from trainer.run import Run
 from trainer.sampler import epoch_batches, iterate, order_report
-from trainer.session import Session
+from trainer.session import Session, require_unused_mask_token
 from trainer.snapshot import Snapshot, restore, take_snapshot
 from trainer.step import autocast, batch_loss, forward_blocks
 from trainer.tracking import Tracker
@@ -73,6 +73,7 @@ class Training:
         if self.step == config.train.steps:
             logger.info("all %d steps are done; nothing to train", self.step)
             return
+        require_unused_mask_token(config.drafter, self.session.cache)
         self._log_start()
         if self.step == 0:
             self._evaluate()
@@ -139,7 +140,9 @@ class Training:
         sample_ids: list[str] = []
         buckets: list[int] = []
         for _ in range(config.train.batches_per_step):
-            batch = next(batches).to(session.device)
+            batch = next(batches)
+            require_no_mask_token(batch, config.drafter.mask_token_id)
+            batch = batch.to(session.device)
             features_SLD = add_noise(session.features.unpack(batch), scale, generator)
             if config.train.zero_features:
                 features_SLD = torch.zeros_like(features_SLD)

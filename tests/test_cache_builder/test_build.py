@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -246,6 +247,7 @@ def test_a_target_that_cannot_be_loaded_is_said_by_the_worker(
         spec=Cache(cache).spec,
         target_path=tmp_path,  # not a target: every worker refuses
         target=TargetConfig(path="-"),
+        target_stamps={},
         min_free_bytes=0,
     )
     events = Events(on_prepared=lambda prepared: None)
@@ -325,3 +327,72 @@ def test_a_full_disk_keeps_what_is_committed(
     assert committed_shards(cache)
     build(many_shards(cache))
     assert digests(cache) == undisturbed
+
+
+def test_a_target_that_is_swapped_between_hashing_and_loading_is_refused(
+    tiny_build: MakeBuild, tiny_target: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "target"
+    shutil.copytree(tiny_target, copy)
+    config = tiny_build(tmp_path / "cache")
+    config = replace(config, target=replace(config.target, path=str(copy)))
+    original = Target.load
+
+    def swapped(*arguments: object) -> Target:
+        data = (copy / "model.safetensors").read_bytes()
+        (copy / "other").write_bytes(data[:-1] + b"\0")
+        (copy / "other").replace(copy / "model.safetensors")
+        return original(*arguments)  # type: ignore[arg-type]  # passed through
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Target, "load", swapped)
+        with pytest.raises(TargetError, match=r"model\.safetensors: changed since the target was"):
+            build(config)
+    assert not committed_shards(tmp_path / "cache")
+
+
+def test_data_that_change_between_hashing_and_reading_are_refused(
+    tiny_build: MakeBuild, tmp_path: Path
+) -> None:
+    from cache_builder import planning
+
+    data = write_jsonl(tmp_path / "data.jsonl", conversations(range(6)))
+    original = planning.digest_file
+
+    def grown(file: Path) -> str:
+        digest = original(file)
+        write_jsonl(file, conversations(range(7)))
+        return digest
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "digest_file", grown)
+        with pytest.raises(DataError, match=r"data\.jsonl: changed while it was read"):
+            build(tiny_build(tmp_path / "cache", data=[data]))
+    assert not committed_shards(tmp_path / "cache")
+    assert build(tiny_build(tmp_path / "cache", data=[data])).manifest.totals.num_samples == 7
+
+
+def test_every_dropped_row_is_listed_beside_the_plan(tiny_build: MakeBuild, tmp_path: Path) -> None:
+    bad = {"messages": [{"role": "user", "content": "q"}]}
+    data = write_jsonl(tmp_path / "data.jsonl", [*conversations(range(3)), *20 * [bad]])
+    report = build(tiny_build(tmp_path / "cache", data=[data]))
+    lines = (report.plan.directory / "dropped.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["row"] for row in rows] == list(range(4, 24))
+    assert {row["reason"] for row in rows} == {"no_assistant_turn"}
+    assert {row["file"] for row in rows} == {str(data)}
+
+
+def test_source_tags_of_all_builds_of_a_cache_count(tiny_build: MakeBuild, tmp_path: Path) -> None:
+    from cache_builder import corpus
+
+    cache, data = tmp_path / "cache", tmp_path / "data.jsonl"
+    build(tiny_build(cache, data=[write_jsonl(data, conversations(range(3), "a"))]))
+    more = conversations(range(3, 4), "b") + conversations(range(4, 6), "c")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "MAX_SOURCES", 2)
+        with pytest.raises(
+            DataError, match=r"data\.jsonl:2: source tag 'c' is one more than the 2"
+        ):
+            build(tiny_build(cache, data=[write_jsonl(data, more)]))
+    assert len(build(tiny_build(cache, data=[data])).manifest.sources) == 3

@@ -17,6 +17,7 @@ import cache_builder
 from cache_builder.config import SourceConfig
 from cache_builder.conversation import DropReason
 from cache_builder.corpus import CorpusReader, TokenizedSample, read_corpus
+from cache_builder.sources import digest_file
 from cache_builder.template import ChatTemplate
 from shared.errors import DataError
 
@@ -260,7 +261,7 @@ def test_every_bad_row_is_named_and_the_counts_add_up(
     }
     report = reader.report
     assert report.num_rows == len(BAD_ROWS) == report.num_kept + report.num_dropped
-    assert any("dropped 2 unknown_shape" in line for line in report.describe())
+    assert any(line.split()[:2] == ["unknown_shape", "2"] for line in report.describe_drops())
 
 
 @settings(
@@ -410,3 +411,96 @@ def test_demo_data_is_whole_for_the_demo_target(target_dir: Path) -> None:
     assert "unknown" not in report.generated_by
     ends = [s.token_ids[s.loss_mask == 1][-1] == tokenizer.eos_token_id for s in samples]
     assert ends.count(False) == report.num_cut_off
+
+
+# --- subsets of a source
+
+
+def test_weight_takes_a_share_of_the_rows_whatever_their_order(
+    template: ChatTemplate, tmp_path: Path
+) -> None:
+    pairs = [(a, b, c) for a in "abcdefgh" for b in "abcdefgh" for c in "abcdefgh"]
+    rows = [chat(f"{a} {b}", c) for a, b, c in pairs]
+    one, other = write(tmp_path / "1.jsonl", rows), write(tmp_path / "2.jsonl", rows[::-1])
+    taken = {s.sample_id for s in read(template, SourceConfig(path=one, weight=0.25))}
+    assert 0.18 * len(rows) < len(taken) < 0.32 * len(rows)
+    assert {s.sample_id for s in read(template, SourceConfig(path=other, weight=0.25))} == taken
+    more = {s.sample_id for s in read(template, SourceConfig(path=one, weight=0.5))}
+    assert taken < more
+
+
+def test_limit_takes_that_many_rows_of_all_files_of_a_source(
+    template: ChatTemplate, tmp_path: Path
+) -> None:
+    rows = [chat(f"{a} {b}", "c") for a in "abcdefgh" for b in "abcdefgh"]
+    write(tmp_path / "1.jsonl", rows[:40])
+    write(tmp_path / "2.jsonl", [*rows[40:], *rows[:5]])
+    reader = read(template, SourceConfig(path=str(tmp_path), limit=10))
+    taken = [s.sample_id for s in reader]
+    assert len(taken) == 10
+    assert counts(reader)["not_chosen"] >= 54
+    assert reader.report.num_unusable == 0
+    fewer = read(template, SourceConfig(path=str(tmp_path), limit=4))
+    assert {s.sample_id for s in fewer} < set(taken)
+    both = read(template, SourceConfig(path=str(tmp_path), limit=10, weight=0.05))
+    assert len(list(both)) < 10
+    assert len(list(read(template, SourceConfig(path=str(tmp_path), limit=1000)))) == 64
+
+
+# --- the account
+
+
+def test_drops_are_a_table_with_first_places(template: ChatTemplate, tmp_path: Path) -> None:
+    rows = [chat("a", "b"), *5 * [{"text": "a"}], {"messages": []}, chat("a", "b")]
+    path = write(tmp_path / "x.jsonl", rows)
+    reader = read(template, path)
+    assert len(list(reader)) == 1
+    header, text, shape, duplicate, share = reader.report.describe_drops()
+    assert header.split() == ["dropped", "rows", "first"]
+    assert text.split()[:2] == ["mask_not_provable", "5"]
+    assert f"{path}:2: plain text" in text
+    assert text.endswith(f"(also {path}:3, {path}:4, ...)")
+    assert shape.split()[:2] == ["no_assistant_turn", "1"]
+    assert duplicate.split()[:2] == ["duplicate", "1"]
+    assert share.startswith("75.0 % of the rows cannot be used (6 of 8)")
+
+
+def test_a_small_share_of_drops_is_not_remarked_on(template: ChatTemplate, tmp_path: Path) -> None:
+    rows = [chat(f"{a} {b}", c) for a in "abcdefgh" for b in "abcdefgh" for c in "abcdefgh"]
+    reader = read(template, write(tmp_path / "x.jsonl", [*rows, {"text": "a"}]))
+    assert len(list(reader)) == 512
+    assert len(reader.report.describe_drops()) == 2
+    assert read(template, write(tmp_path / "y.jsonl", rows)).report.describe_drops() == []
+
+
+def test_more_tags_than_an_index_can_hold_are_refused(
+    template: ChatTemplate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cache_builder.corpus.MAX_SOURCES", 2)
+    path = write(tmp_path / "x.jsonl", [chat("a", c, source=c) for c in "abc"])
+    with pytest.raises(DataError, match=r"x\.jsonl:3: source tag 'c' is one more than the 2 that"):
+        list(read(template, path))
+    assert len(list(read(template, SourceConfig(path=path, tag="t")))) == 3
+
+
+def test_what_is_read_is_what_was_hashed(template: ChatTemplate, tmp_path: Path) -> None:
+    paths = [tmp_path / "1.jsonl", tmp_path / "2.jsonl.gz"]
+    lines = "".join(json.dumps(chat("a", c)) + "\n" for c in "abc").encode()
+    paths[0].write_bytes(lines)
+    paths[1].write_bytes(gzip.compress(lines.replace(b'"a"', b'"h"', 1)))
+    digests = {path: digest_file(path) for path in paths}
+    assert len(list(read(template, *map(str, paths), digests=digests))) == 4
+    for path in paths:
+        wrong = {**digests, path: "0" * 64}
+        with pytest.raises(DataError, match=rf"{path.name}: changed while it was read"):
+            list(read(template, *map(str, paths), digests=wrong))
+    with pytest.raises(DataError, match=r"2\.jsonl\.gz: changed while it was read"):
+        read(template, *map(str, paths), digests={paths[0]: digests[paths[0]]})
+
+
+@pytest.mark.parametrize("pattern", ["**x/*.jsonl", "a" * 3000 + "/x.jsonl"])
+def test_paths_that_cannot_be_are_one_line(
+    template: ChatTemplate, tmp_path: Path, pattern: str
+) -> None:
+    with pytest.raises(DataError, match=r"not a pattern|cannot be looked at"):
+        read(template, str(tmp_path / pattern))

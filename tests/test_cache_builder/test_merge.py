@@ -257,7 +257,7 @@ def test_the_trainer_trains_on_two_calibrations(
     [
         pytest.param({"layer_ids": (0, 1)}, r"target_layer_ids: \[0, 1\] there, \[0, 2\] here"),
         pytest.param({"preset": "lossless"}, "codec.name"),
-        pytest.param({"max_length": 200}, "tokens.max_length: 200 there, 256 here"),
+        pytest.param({"max_length": 200}, "data.max_length: 200 there, 256 here"),
     ],
 )
 def test_other_fingerprints_are_refused_naming_the_fields(

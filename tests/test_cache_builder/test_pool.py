@@ -322,7 +322,7 @@ def test_the_report_shows_every_worker_and_its_time(
 ) -> None:
     caplog.set_level("INFO")
     report = build(make(tmp_path / "cache"))
-    lines = [record.getMessage() for record in caplog.records if "progress" in record.name]
+    lines = [record.getMessage() for record in caplog.records if "jobs" in record.name]
     (row,) = [line for line in lines if line.startswith("worker 0 (cpu)") and ": " not in line]
     name, shards, tokens = row[:20].strip(), *row[20:].split()[:2]
     assert name == "worker 0 (cpu)"

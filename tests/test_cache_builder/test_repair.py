@@ -319,8 +319,7 @@ def test_no_mutation_of_an_unpublished_record_is_a_traceback(
     path = cache / record_key(shard_id)
     fields = json.loads(path.read_text())
 
-    @steady
-    @settings(max_examples=60)
+    @settings(steady, max_examples=60)
     @given(st.one_of(mutated(fields), st.dictionaries(st.text(), json_values)))
     def check(tree: Any) -> None:
         path.write_text(json.dumps(tree))

@@ -63,7 +63,7 @@ def test_the_estimate_counts_new_samples_only(
 def test_what_cannot_fit_is_refused_with_the_numbers(tmp_path: Path) -> None:
     free = free_bytes(tmp_path / "not" / "there" / "yet")
     require_fit(tmp_path, free / 2, 0)
-    with pytest.raises(OutOfSpaceError, match=r"GB needed.*GB are"):
+    with pytest.raises(OutOfSpaceError, match=r"B needed.*B are free"):
         require_fit(tmp_path, free * 2, 0)
     with pytest.raises(OutOfSpaceError, match=r"cache\.min_free_gb"):
         require_floor(tmp_path, free * 2)

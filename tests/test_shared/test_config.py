@@ -163,6 +163,21 @@ def test_what_is_no_finite_number_is_no_float(value: Any) -> None:
         pytest.param({"pair": [1]}, "pair: expected 2 values, got 1", id="pair-of-one"),
         pytest.param({"sizes": [1]}, "sizes: expected a table, got [1]", id="no-table"),
         pytest.param({"sizes": {"a": "x"}}, "sizes.a: expected float, got 'x'", id="table-value"),
+        pytest.param(
+            {"limit": 2**63},
+            "limit: expected an integer of 64 bits, got 9223",
+            id="integer-too-long",
+        ),
+        pytest.param(
+            {"limit": 10**5000},
+            "limit: expected an integer of 64 bits, got one of",
+            id="beyond-repr",
+        ),
+        pytest.param({"path": "a\0b"}, "path: expected a path without NUL", id="nul-in-path"),
+        pytest.param(
+            {"path": "a/" + 300 * "b"}, "path: expected names of at most 255", id="long-name"
+        ),
+        pytest.param({"edges": 300 * "b"}, "edges: expected a list, got 'bbb", id="long-value"),
         pytest.param({"sampler": 3}, "sampler: expected a section, got 3", id="no-section"),
         pytest.param({"other": 3}, "other: expected a section, got 3", id="no-optional-section"),
         pytest.param(
@@ -257,9 +272,49 @@ def test_an_override_that_does_not_fit_is_refused(file: Path, override: str, mes
     assert message in str(caught.value)
 
 
+long_integers = st.integers(-(2**63), 2**63 - 1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "blamed"),
+    [
+        pytest.param(["sampler.sed=4"], "--set sampler.sed=4: sampler: unknown key", id="unknown"),
+        pytest.param(["limit=4", "limit=x"], "--set limit=x: limit: expected int", id="last"),
+        pytest.param(["limit=x", "name=a"], "--set limit=x: limit: expected int", id="one-of-two"),
+        pytest.param(["sampler.seed=-1"], "--set sampler.seed=-1: sampler: seed must", id="range"),
+        pytest.param(
+            ["other.rate=1", "other.mode=safe"],
+            "--set other.rate=1 --set other.mode=safe: other: missing key 'seed'",
+            id="only-together",
+        ),
+        pytest.param(["name"], "--set name: expected section.key=value", id="no-value"),
+    ],
+)
+def test_an_error_of_an_override_is_not_blamed_on_the_file(
+    file: Path, overrides: list[str], blamed: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(Outer, file, overrides)
+    assert str(caught.value).startswith(blamed)
+
+
+def test_an_error_of_the_file_is_not_blamed_on_an_override(file: Path) -> None:
+    file.write_text("limit = 'x'\n" + SMALLEST)
+    with pytest.raises(ConfigError) as caught:
+        load(Outer, file, ["name=a", "sampler.seed=4"])
+    assert str(caught.value).startswith(f"{file}: limit: expected int")
+    assert load(Outer, file, ["limit=3"]).limit == 3
+
+
+def test_a_number_that_python_does_not_read_is_not_toml(file: Path) -> None:
+    file.write_text(f"limit = 1{5000 * '0'}\n" + SMALLEST)
+    with pytest.raises(ConfigError, match="not TOML"):
+        load(Outer, file)
+
+
 inners = st.builds(
     Inner,
-    seed=st.integers(0, 2**70),
+    seed=st.integers(0, 2**63 - 1),
     rate=st.floats(allow_nan=False, allow_infinity=False),
     mode=st.sampled_from(["fast", "safe"]),
 )
@@ -267,13 +322,13 @@ outers = st.builds(
     Outer,
     sampler=inners,
     path=st.text(min_size=1)
-    .filter(lambda text: text.strip() and not text.startswith("~"))
+    .filter(lambda text: text.strip() and not text.startswith("~") and "\0" not in text)
     .map(Path),
     is_on=st.booleans(),
     name=st.text(),
-    limit=st.none() | st.integers(),
-    edges=st.lists(st.integers()).map(tuple),
-    pair=st.tuples(st.integers(), st.floats(allow_nan=False, allow_infinity=False)),
+    limit=st.none() | long_integers,
+    edges=st.lists(long_integers).map(tuple),
+    pair=st.tuples(long_integers, st.floats(allow_nan=False, allow_infinity=False)),
     sizes=st.dictionaries(st.text(), st.floats(allow_nan=False, allow_infinity=False)),
     devices=st.sampled_from(["auto", "cpu", ("cuda:0", "cuda:1"), ()]),
     level=st.sampled_from([0, 1]),

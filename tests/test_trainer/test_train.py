@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from shared.cache import Cache
 from shared.errors import ConfigError, NonFiniteError, RunError
 from trainer import config as training
 from trainer.checkpoint import load, newest_valid
@@ -253,6 +254,30 @@ def test_a_mask_token_that_cannot_be_right_is_refused(
     config = replace(config, drafter=replace(config.drafter, mask_token_id=mask_token_id))
     with pytest.raises(ConfigError, match=message):
         Training(config)
+
+
+@pytest.mark.parametrize("scanned_shards", [4, 0], ids=["at-the-start", "in-a-batch"])
+def test_a_mask_token_that_occurs_in_the_text_stops_the_run(
+    tiny_train: MakeTrain,
+    tiny_cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    scanned_shards: int,
+) -> None:
+    cache = Cache(tiny_cache)
+    letter = int(cache.read(0).token_ids[-3])
+    config = tiny_train(tmp_path, tiny_cache)
+    config = replace(config, drafter=replace(config.drafter, mask_token_id=letter))
+    monkeypatch.setattr("trainer.session._MASK_SHARDS", scanned_shards)
+    run = Training(config)
+    with pytest.raises(ConfigError, match=f"mask_token_id {letter} occurs in the text") as caught:
+        run.train()
+    words = str(caught.value).replace(",", " ").replace(".", " ").split()
+    sample_id, place = words[words.index("sample") + 1], int(words[words.index("position") + 1])
+    ids = [cache.index.sample_id(i) for i in range(len(cache.index))]
+    assert cache.read(ids.index(sample_id)).token_ids[place] == letter
+    with pytest.raises(ConfigError, match=f"mask_token_id {letter} occurs in the text"):
+        run._train_step(iter(run._loader()))
 
 
 def test_a_run_stays_with_the_generation_it_started_from(
