@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache_builder.build import pick_devices
 from cache_builder.config import BuildConfig
+from cache_builder.devices import require_devices
 from shared.config import build, to_dict
 from shared.errors import ConfigError
 from tests.test_shared.mutate import steady
@@ -133,6 +133,7 @@ def test_a_device_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     config = build(BuildConfig, changed("workers.devices", ["cuda:1", "cuda:2"]))
     with pytest.raises(ConfigError, match=r"workers\.devices: cuda:2 is not there; torch sees 2"):
-        pick_devices(config)
-    assert pick_devices(build(BuildConfig, changed("workers.devices", ["cuda:1"]))) == ["cuda:1"]
+        require_devices(config.workers)
+    config = build(BuildConfig, changed("workers.devices", ["cuda:1"]))
+    assert require_devices(config.workers) == ["cuda:1"]
     assert Path("cache") == config.cache.path
