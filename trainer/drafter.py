@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainer.attention import Mask, attend
-from trainer.config import DrafterConfig
+from trainer.recipe import DrafterConfig
 
 
 class Angles(NamedTuple):

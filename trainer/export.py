@@ -15,7 +15,7 @@ from torch import Tensor
 from shared.cache import Cache
 from shared.errors import RunError
 from shared.files import commit_directory, read_json, remove_tree, write_json, writing
-from trainer.config import DrafterConfig
+from trainer.recipe import DrafterConfig
 from trainer.run import Run
 from trainer.session import Session, read_target_config
 

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -20,7 +19,8 @@ from shared.cache import Cache
 from shared.errors import CacheError, RunError
 from trainer.anchors import draw_anchors
 from trainer.batch import Batch, collate
-from trainer.config import AnchorConfig, LoaderConfig
+from trainer.config import LoaderConfig
+from trainer.recipe import AnchorConfig
 from trainer.sampler import PlannedBatch
 
 
@@ -62,12 +62,7 @@ class Loader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def __iter__(self) -> Iterator[Batch]:

@@ -11,9 +11,10 @@ from shared.cache import Cache
 from shared.errors import CacheIncompatibleError, ConfigError, RunError
 from shared.head import Head
 from trainer.batch import Features
-from trainer.config import DrafterConfig, TrainConfig
+from trainer.config import TrainConfig
 from trainer.drafter import Drafter
 from trainer.index import Split, split_samples
+from trainer.recipe import DrafterConfig
 
 _RMS_SAMPLES = 32
 

@@ -16,8 +16,9 @@ from shared.errors import ShardCorruptError
 from tests.test_shared.made import make_cache, make_spec
 from trainer.anchors import draw_anchors
 from trainer.batch import Batch, Features, collate
-from trainer.config import AnchorConfig, LoaderConfig, SamplerConfig
+from trainer.config import LoaderConfig, SamplerConfig
 from trainer.loader import Loader
+from trainer.recipe import AnchorConfig
 from trainer.sampler import PlannedBatch, iterate
 
 SAMPLER = SamplerConfig(tokens_per_batch=512, num_buckets=3)

@@ -8,15 +8,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trainer.config import SamplerConfig
-from trainer.sampler import (
-    EpochPlan,
-    bucket_edges,
-    epoch_batches,
-    interleave,
-    iterate,
-    order_report,
-    window_kl,
-)
+from trainer.interleave import interleave
+from trainer.order import order_report, window_kl
+from trainer.sampler import EpochPlan, bucket_edges, epoch_batches, iterate
 
 SHARES = (0.05, 0.08, 0.10, 0.11, 0.14, 0.52)
 """Shares of the six length buckets in a real run, the largest being the one that can run."""

@@ -18,7 +18,7 @@ from trainer import config as training
 from trainer.checkpoint import load, newest_valid
 from trainer.config import TrainConfig
 from trainer.run import Run
-from trainer.train import Training, start_afresh, train
+from trainer.train import Training, train
 
 MakeTrain = Callable[..., TrainConfig]
 
@@ -68,18 +68,18 @@ def test_the_configured_recipe_is_on_the_live_objects(
 ) -> None:
     config = tiny_train(tmp_path, tiny_cache, steps=50, block_size=16)
     run = Training(config)
-    for group in run.optimizer.param_groups:
+    for group in run.learner.optimizer.param_groups:
         assert group["betas"] == (0.9, 0.95)
         assert group["eps"] == 1e-8
         assert group["weight_decay"] == 0.0
     supervised = torch.ones(1, 16, dtype=torch.bool)
     supervised[0, 0] = False
-    weights = run.weigh(torch.zeros(1, 16), supervised)
+    weights = run.learner.weigh(torch.zeros(1, 16), supervised)
     assert weights[0, 0] == 0.0
     assert weights[0, 1] == 1.0
     assert weights[0, 15].item() == pytest.approx(0.1353, abs=1e-4)  # gamma 7 at block 16
     batches = iter(run._loader())
-    rates = [run._train_step(batches)["train/lr"] for _ in range(4)]
+    rates = [run.learner.train_step(batches)["train/lr"] for _ in range(4)]
     assert rates[:2] == [3e-4, 6e-4]  # 4 % of 50 steps
     assert rates[1] > rates[2] > rates[3]
 
@@ -101,7 +101,7 @@ def test_only_the_drafter_is_optimized(
     assert torch.equal(run.session.head.embedding_VD, before[1])
     state = sum(
         value.numel()
-        for held in run.optimizer.state.values()
+        for held in run.learner.optimizer.state.values()
         for key, value in held.items()
         if key != "step"
     )
@@ -130,7 +130,7 @@ def test_the_loss_of_a_step_does_not_depend_on_how_it_is_split(
             forward = forward_blocks(
                 session.drafter, session.head, batch, session.features.unpack(batch), 3
             )
-            loss = batch_loss(forward, session.head, run.weigh, anchors_per_chunk=7)
+            loss = batch_loss(forward, session.head, run.learner.weigh, anchors_per_chunk=7)
             loss.loss_sum.backward()
             weight_sum += float(loss.weight_sum)
         scale_and_clip_(session.drafter.parameters(), weight_sum, 1e9)
@@ -233,7 +233,7 @@ def test_resuming_with_another_recipe_is_refused_naming_the_key(
         train(changed)
     # What does not touch learning may change.
     train(replace(config, loader=training.LoaderConfig(num_threads=1)))
-    start_afresh(Run(tmp_path))
+    Run(tmp_path).start_afresh()
     train(changed)
     assert len(metrics(tmp_path)) == 2
 
@@ -270,14 +270,14 @@ def test_a_run_stays_with_the_generation_it_started_from(
     train(tiny_train(straight, cache, steps=8))
     half = Training(tiny_train(resumed, cache, steps=8))
     half.config = replace(half.config, train=replace(half.config.train, steps=8))
-    stop = half._train_step
+    stop = half.learner.train_step
 
     def stopping(batches: Any) -> dict[str, Any]:
         if half.step == 5:
             raise KeyboardInterrupt
         return stop(batches)
 
-    half._train_step = stopping  # type: ignore[method-assign]
+    half.learner.train_step = stopping  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         half.train()
     more = write_jsonl(tmp_path / "more.jsonl", conversations(range(50, 70)))
@@ -312,7 +312,7 @@ def test_a_foreign_directory_is_not_taken_for_a_run(
     before = (target / "config.json").read_bytes()
     for attempt in (
         lambda: train(tiny_train(target, tiny_cache)),
-        lambda: start_afresh(Run(target)),
+        Run(target).start_afresh,
     ):
         with pytest.raises(RunError, match="not a run and not empty"):
             attempt()
