@@ -7,7 +7,7 @@ import torch
 from shared import config as configs
 from shared.errors import ConfigError
 from trainer.optim import describe
-from trainer.order import order_report
+from trainer.order import OrderReport, order_report
 from trainer.sampler import epoch_batches
 from trainer.session import Session
 
@@ -16,12 +16,23 @@ logger = logging.getLogger(__name__)
 _FEW_HELDOUT = 10
 
 
-def announce(session: Session, optimizer: torch.optim.Optimizer) -> None:
-    """Log everything that is in force.
+def measure_order(session: Session) -> OrderReport:
+    """What the first epoch's order looks like.
 
     Raises:
         ConfigError: the samples cannot be put in order with these settings.
     """
+    config = session.config
+    lengths = session.cache.index.num_tokens[session.split.train].astype("int64")
+    try:
+        plan = epoch_batches(lengths, config.sampler, seed=config.train.seed, epoch=0)
+    except ValueError as error:
+        raise ConfigError(f"sampler: {error}") from None
+    return order_report(plan, lengths)
+
+
+def announce(session: Session, optimizer: torch.optim.Optimizer, order: OrderReport) -> None:
+    """Log everything that is in force."""
     config, spec, split = session.config, session.cache.spec, session.split
     for key, value in configs.flatten(configs.to_dict(config)).items():
         logger.info("%s = %s", key, value)
@@ -49,9 +60,4 @@ def announce(session: Session, optimizer: torch.optim.Optimizer) -> None:
             "only %d held-out samples: acceptance will mean little. Raise cache.heldout_fraction.",
             len(split.heldout),
         )
-    lengths = session.cache.index.num_tokens[split.train].astype("int64")
-    try:
-        plan = epoch_batches(lengths, config.sampler, seed=config.train.seed, epoch=0)
-    except ValueError as error:
-        raise ConfigError(f"sampler: {error}") from None
-    logger.info("order: %s", order_report(plan, lengths))
+    logger.info("order: %s", order)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from trainer.ranges import require_range, require_text
 from trainer.recipe import AnchorConfig, DrafterConfig, LossConfig, NoiseConfig, OptimizerConfig
 
 
@@ -15,6 +16,9 @@ from trainer.recipe import AnchorConfig, DrafterConfig, LossConfig, NoiseConfig,
 class RunConfig:
     path: Path
     """Directory of the run: config, metrics, checkpoints, export."""
+
+    def __post_init__(self) -> None:
+        require_text(self, "path")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +33,7 @@ class CacheConfig:
     """Share of the samples kept for evaluation, chosen by a hash of their prompt."""
 
     def __post_init__(self) -> None:
+        require_text(self, "path")
         if not 0.0 <= self.heldout_fraction < 1.0:
             raise ValueError(f"heldout_fraction must be in [0, 1), got {self.heldout_fraction}")
 
@@ -45,10 +50,13 @@ class SamplerConfig:
     """Number of quantile buckets when `bucket_edges` is empty."""
 
     def __post_init__(self) -> None:
-        if self.tokens_per_batch <= 0:
-            raise ValueError(f"tokens_per_batch must be positive, got {self.tokens_per_batch}")
-        if self.num_buckets <= 0:
-            raise ValueError(f"num_buckets must be positive, got {self.num_buckets}")
+        require_range(self, "tokens_per_batch", 1)
+        require_range(self, "num_buckets", 1, 1024)
+        require_range(self, "bucket_edges", 0)
+        if len(self.bucket_edges) == 1:
+            raise ValueError(
+                f"bucket_edges needs a lower and an upper edge, got {list(self.bucket_edges)}"
+            )
         if list(self.bucket_edges) != sorted(set(self.bucket_edges)):
             raise ValueError(f"bucket_edges must ascend, got {list(self.bucket_edges)}")
 
@@ -62,9 +70,8 @@ class LoaderConfig:
     """Micro-batches held ready at most."""
 
     def __post_init__(self) -> None:
-        for name in ("num_threads", "queue_batches"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        require_range(self, "num_threads", 1, 1024)
+        require_range(self, "queue_batches", 1, 65_536)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,11 +99,9 @@ class StepConfig:
     """Steps that `skip` may leave out before the run stops."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.seed < 2**31:
-            raise ValueError(f"seed must be in [0, 2**31), got {self.seed}")
-        for name in ("steps", "batches_per_step"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        require_range(self, "seed max_nonfinite_steps", 0)
+        require_range(self, "steps batches_per_step", 1)
+        require_text(self, "device")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,10 +116,11 @@ class EvaluateConfig:
     """Node budgets of the tree acceptance length."""
 
     def __post_init__(self) -> None:
-        if self.every_steps < 0 or self.max_samples <= 0:
-            raise ValueError("every_steps must not be negative and max_samples must be positive")
-        if not self.tree_budgets or min(self.tree_budgets) <= 0:
-            raise ValueError(f"tree_budgets must be positive, got {list(self.tree_budgets)}")
+        require_range(self, "every_steps", 0)
+        require_range(self, "max_samples", 1)
+        require_range(self, "tree_budgets", 1, 65_536)
+        if not self.tree_budgets:
+            raise ValueError("tree_budgets must not be empty")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,8 +133,7 @@ class CheckpointConfig:
     """Saves that may fail in a row before the run stops."""
 
     def __post_init__(self) -> None:
-        if self.every_steps <= 0 or self.keep <= 0 or self.max_failures <= 0:
-            raise ValueError("every_steps, keep and max_failures must be positive")
+        require_range(self, "every_steps keep max_failures", 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,6 +141,9 @@ class TrackingConfig:
     wandb: Literal["off", "offline", "online"] = "off"
     project: str = "draftcache"
     name: str | None = None
+
+    def __post_init__(self) -> None:
+        require_text(self, "project name")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

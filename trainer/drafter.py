@@ -193,6 +193,15 @@ class Drafter(nn.Module):
         return out_QD
 
 
+def num_parameters(config: DrafterConfig, hidden_size: int, num_target_layers_tapped: int) -> int:
+    """Parameters of the drafter, without building it."""
+    heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
+    products = hidden_size * (heads + 3 * config.intermediate_size)
+    norms = 2 * hidden_size + 2 * config.head_dim
+    fusion = num_target_layers_tapped * hidden_size**2
+    return fusion + 2 * hidden_size + config.num_layers * (products + norms)
+
+
 @torch.no_grad()
 def fit_start_(drafter: Drafter, lm_head_VD: Tensor, channel_rms_F: Tensor) -> None:
     """Fit freshly drawn weights to the target. The function class is untouched.

@@ -6,6 +6,8 @@ A default is written here, or in `trainer.config`, and nowhere else.
 from dataclasses import dataclass
 from typing import Literal
 
+from trainer.ranges import require_range
+
 GAMMA_BY_BLOCK_SIZE = {16: 7.0, 10: 5.0, 8: 4.0}
 """Decay of the slot weights by block size. Source: DFlash, arXiv 2602.06036, training recipe."""
 
@@ -28,11 +30,12 @@ class DrafterConfig:
     """Fit the first weights to the target's states and LM head: `trainer.drafter.fit_start_`."""
 
     def __post_init__(self) -> None:
-        for name in ("intermediate_size", "num_heads", "num_kv_heads", "head_dim", "num_layers"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.block_size < 2:
-            raise ValueError(f"block_size must be at least 2, got {self.block_size}")
+        require_range(self, "intermediate_size num_heads num_kv_heads head_dim num_layers", 1)
+        require_range(self, "block_size", 2, 256)
+        require_range(self, "mask_token_id", 0)
+        require_range(self, "rope_theta", 1.0, 1e12)
+        require_range(self, "rms_norm_eps", 1e-12, 0.1)
+        require_range(self, "initializer_range", 1e-6, 10.0)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads "
@@ -40,11 +43,6 @@ class DrafterConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even, got {self.head_dim}")
-        if self.mask_token_id < 0:
-            raise ValueError(f"mask_token_id must not be negative, got {self.mask_token_id}")
-        for name in ("rope_theta", "rms_norm_eps", "initializer_range"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,8 +51,7 @@ class AnchorConfig:
     """Anchors drawn from one sample at most, new every epoch (paper: 512)."""
 
     def __post_init__(self) -> None:
-        if self.per_sample <= 0:
-            raise ValueError(f"per_sample must be positive, got {self.per_sample}")
+        require_range(self, "per_sample", 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,12 +67,9 @@ class LossConfig:
     """Blocks whose logits exist at the same time."""
 
     def __post_init__(self) -> None:
-        if self.gamma is not None and self.gamma <= 0:
-            raise ValueError(f"gamma must be positive, got {self.gamma}")
-        if not 0.0 <= self.dpace_alpha <= 1.0:
-            raise ValueError(f"dpace_alpha must be in [0, 1], got {self.dpace_alpha}")
-        if self.anchors_per_chunk <= 0:
-            raise ValueError(f"anchors_per_chunk must be positive, got {self.anchors_per_chunk}")
+        require_range(self, "gamma", 1e-3, 1e6)
+        require_range(self, "dpace_alpha", 0.0, 1.0)
+        require_range(self, "anchors_per_chunk", 1)
 
     def resolve_gamma(self, block_size: int) -> float:
         """`gamma` if set, else the paper's value for `block_size`.
@@ -107,18 +101,13 @@ class OptimizerConfig:
     max_grad_norm: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.lr <= 0:
-            raise ValueError(f"lr must be positive, got {self.lr}")
-        if self.eps <= 0 or self.weight_decay < 0:
-            raise ValueError("eps must be positive and weight_decay must not be negative")
+        require_range(self, "lr", 1e-12, 1.0)
+        require_range(self, "eps", 1e-30, 1.0)
+        require_range(self, "weight_decay", 0.0, 1.0)
+        require_range(self, "warmup_fraction min_lr_fraction", 0.0, 1.0)
+        require_range(self, "max_grad_norm", 1e-6, 1e12)
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise ValueError(f"betas must be in [0, 1), got {self.betas}")
-        if not 0.0 <= self.warmup_fraction <= 1.0:
-            raise ValueError(f"warmup_fraction must be in [0, 1], got {self.warmup_fraction}")
-        if not 0.0 <= self.min_lr_fraction <= 1.0:
-            raise ValueError(f"min_lr_fraction must be in [0, 1], got {self.min_lr_fraction}")
-        if self.max_grad_norm <= 0:
-            raise ValueError(f"max_grad_norm must be positive, got {self.max_grad_norm}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,6 +125,5 @@ class NoiseConfig:
     """Steps over which the scale falls back to 0 after the hold; 0 never decays."""
 
     def __post_init__(self) -> None:
-        for name in ("scale", "warmup_steps", "hold_steps", "decay_steps"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        require_range(self, "scale", 0.0, 10.0)
+        require_range(self, "warmup_steps hold_steps decay_steps", 0)

@@ -108,10 +108,14 @@ class Run:
     def locked(self) -> Iterator[None]:
         """Hold the run against a second trainer. The lock goes with the process.
 
+        A directory that was not there before and holds nothing but the lock afterwards, because
+        the run was refused, is removed again.
+
         Raises:
             RunError: another process trains here.
         """
         with writing(self.path):
+            is_new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -123,6 +127,8 @@ class Run:
                 "this run another path."
             ) from None
         finally:
+            if is_new and [path.name for path in self.path.iterdir()] == [_LOCK]:
+                remove_tree(self.path)
             os.close(descriptor)
 
     def config(self) -> TrainConfig:

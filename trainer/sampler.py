@@ -66,14 +66,7 @@ def bucket_edges(length: np.ndarray, config: SamplerConfig) -> np.ndarray:
 
     Without `config.bucket_edges`, buckets hold equal numbers of *tokens*, so that they make
     about equally many micro-batches; equal edges collapse into one.
-
-    Raises:
-        ValueError: `config.bucket_edges` has a single edge.
     """
-    if len(config.bucket_edges) == 1:
-        raise ValueError(
-            f"bucket_edges needs a lower and an upper edge, got {list(config.bucket_edges)}"
-        )
     if config.bucket_edges:
         return np.array(config.bucket_edges, dtype=np.int64)
     ordered = np.sort(length).astype(np.int64)

@@ -1,22 +1,32 @@
 """What training, evaluation and export set up alike: cache, split, head and drafter."""
 
 import json
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shared.cache import Cache
-from shared.errors import CacheIncompatibleError, ConfigError, RunError
+from shared.errors import (
+    CacheError,
+    CacheIncompatibleError,
+    ConfigError,
+    DraftCacheError,
+    RunError,
+)
 from shared.head import Head
 from trainer.batch import Features
 from trainer.config import TrainConfig
-from trainer.drafter import Drafter
+from trainer.drafter import Drafter, num_parameters
 from trainer.index import Split, split_samples
 from trainer.recipe import DrafterConfig
 
 _RMS_SAMPLES = 32
+_BYTES_PER_PARAMETER = 16
+"""Weight, gradient and two moments in float32."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -44,8 +54,9 @@ class Session:
             RunError: nothing to train on.
         """
         device = pick_device(config.train.device)
-        cache = Cache(config.cache.path, generation=generation)
+        cache = open_cache(config.cache.path, generation)
         check_mask_token(config.drafter, cache)
+        check_size(config.drafter, cache, device)
         dtype = torch.bfloat16 if config.train.compute_dtype == "bfloat16" else torch.float32
         drafter = Drafter(
             config.drafter,
@@ -111,6 +122,22 @@ class Session:
                 )
 
 
+def open_cache(path: Path, generation: int | None) -> Cache:
+    """The cache at `path`; of `generation`, or its newest.
+
+    Raises:
+        CacheError: see `Cache`; or the path cannot be looked at.
+    """
+    try:
+        return Cache(path, generation=generation)
+    except DraftCacheError:
+        raise
+    except OSError as error:
+        raise CacheError(
+            f"{path}: cannot be read ({os.strerror(error.errno or 0)}). Look at cache.path."
+        ) from error
+
+
 def pick_device(name: str) -> torch.device:
     """The device of `train.device`.
 
@@ -145,6 +172,25 @@ def check_mask_token(config: DrafterConfig, cache: Cache) -> None:
         raise ConfigError(
             f"drafter.mask_token_id {config.mask_token_id} ends or pads text of this target. "
             "Choose a reserved id that never occurs in text."
+        )
+
+
+def check_size(config: DrafterConfig, cache: Cache, device: torch.device) -> None:
+    """Refuse a drafter that cannot be held, before anything of that size is asked for.
+
+    Raises:
+        ConfigError: weights, gradients and AdamW's moments exceed the device's memory.
+    """
+    count = num_parameters(config, cache.spec.target.hidden_size, cache.spec.num_captured)
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if (needed := _BYTES_PER_PARAMETER * count) > memory:
+        raise ConfigError(
+            f"drafter: {count:,} parameters need {needed / 2**30:,.1f} GiB to be trained, {device} "
+            f"has {memory / 2**30:,.1f} GiB in all. Look at drafter.num_layers, intermediate_size, "
+            "num_heads and head_dim."
         )
 
 

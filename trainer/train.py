@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from shared import config as configs
 from shared.errors import DraftCacheError, RunError
-from trainer.announce import announce
+from trainer.announce import announce, measure_order
 from trainer.batch import Batch
 from trainer.checkpoint_writer import CheckpointWriter
 from trainer.config import TrainConfig
@@ -44,6 +44,7 @@ class Training:
         snapshot = self.run.newest_checkpoint()
         generation = int(snapshot.cache["generation"]) if snapshot is not None else None
         self.session = Session.open(config, generation=generation)
+        self.order = measure_order(self.session)
         self.run.begin(config, snapshot)
         self.learner = Learner(self.session, self.run)
         self.unlogged: dict[str, Any] | None = None
@@ -67,7 +68,7 @@ class Training:
         if self._is_done():
             logger.info("all %d steps are done; nothing to train", self.step)
             return None
-        announce(self.session, self.learner.optimizer)
+        announce(self.session, self.learner.optimizer, self.order)
         with StopRequest() as stop:
             if self.step or self._evaluate(stop) is not None:
                 self._loop(stop)
