@@ -181,7 +181,10 @@ class Training:
                 heldout = evaluate(self.session, progress)
             except _StoppedError:
                 return None
-        self.run.write_evaluation(self.step, heldout)
+        try:
+            self.run.write_evaluation(self.step, heldout)
+        except DraftCacheError as error:  # a full disk, as a rule: no reason to end the run
+            logger.warning("%s The evaluation's figures are in metrics.jsonl only.", error)
         if heldout["loss"] is not None:
             logger.info(
                 "step %d held out: loss %.4f, acceptance length chain %.3f, walk %.3f",

@@ -4,7 +4,9 @@ import json
 import multiprocessing
 import os
 import random
+import resource
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -221,6 +223,115 @@ def test_a_non_finite_step_never_reaches_the_weights(
     assert all(p.isfinite().all() for p in run.session.drafter.parameters())
     (written,) = tmp_path.glob("nonfinite-*.json")
     assert json.loads(written.read_text())["samples"] == list(calls[5].sample_ids)
+
+
+def poison(patch: pytest.MonkeyPatch, *steps: int, gradient_only: bool = False) -> None:
+    """Make the loss, or only its gradient, of optimizer steps not finite, counted from 1."""
+    from trainer import learner
+
+    batch_loss, calls = learner.batch_loss, []
+
+    def poisoned(*arguments: Any, **options: Any) -> Any:
+        loss = batch_loss(*arguments, **options)
+        calls.append(1)
+        if len(calls) in steps:
+            if gradient_only:
+                loss.loss_sum.register_hook(lambda grad: grad * torch.inf)
+            else:
+                loss = replace(loss, loss_sum=loss.loss_sum * torch.nan)
+        return loss
+
+    patch.setattr(learner, "batch_loss", poisoned)
+
+
+@pytest.mark.parametrize("gradient_only", [False, True])
+def test_after_a_non_finite_step_the_run_goes_on_from_the_step_before_it(
+    tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path, gradient_only: bool
+) -> None:
+    """Stopped at step 4, the first three are saved; told to skip, the same run goes on."""
+    checkpoint = training.CheckpointConfig(every_steps=100)
+    config = tiny_train(tmp_path, tiny_cache, steps=6, checkpoint=checkpoint)
+    with pytest.MonkeyPatch.context() as patch:
+        poison(patch, 4, gradient_only=gradient_only)
+        with pytest.raises(NonFiniteError, match=r"step 4.*train.on_nonfinite = 'skip'"):
+            train(config)
+    assert newest_valid(tmp_path) == tmp_path / "checkpoints" / "step-00000003"
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3]
+    before = final_weights(tmp_path)
+    skip = replace(config.train, on_nonfinite="skip", max_nonfinite_steps=1, steps=6)
+    with pytest.MonkeyPatch.context() as patch:
+        poison(patch, 1, 3, gradient_only=gradient_only)  # steps 4 and 6, one too many
+        with pytest.raises(NonFiniteError, match="1 steps were left out before it"):
+            train(replace(config, train=skip))
+    lines = metrics(tmp_path)
+    assert [line["train/nonfinite_steps"] for line in lines] == [0, 0, 0, 1, 1]
+    assert lines[3]["train/grad_norm"] is None
+    weights = final_weights(tmp_path)
+    assert all(value.isfinite().all() for value in weights.values())
+    assert not all(torch.equal(before[name], weights[name]) for name in before)
+    for step in (4, 6):
+        written = json.loads((tmp_path / f"nonfinite-{step:08d}.json").read_text())
+        assert written["samples"]
+    assert (
+        json.loads((tmp_path / "nonfinite-00000004.json").read_text())["samples"]
+        == (lines[3]["train/samples"])
+    )
+
+
+def test_a_step_whose_weights_all_vanish_is_left_out(
+    tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path
+) -> None:
+    """`dpace` with alpha 0 weighs by probabilities, and these can round to zero."""
+    config = tiny_train(tmp_path, tiny_cache, steps=2)
+    config = replace(config, train=replace(config.train, on_nonfinite="skip"))
+    run = Training(config)
+    before = {name: p.detach().clone() for name, p in run.session.drafter.named_parameters()}
+    run.learner.weigh = lambda ce_AK, supervised_AK: torch.zeros_like(ce_AK)
+    run.train()
+    assert metrics(tmp_path)[-1]["train/nonfinite_steps"] == 2
+    assert all(torch.equal(before[n], p) for n, p in run.session.drafter.named_parameters())
+
+
+@pytest.mark.parametrize("is_freed", [True, False])
+def test_a_full_disk_costs_checkpoints_until_there_are_too_many(
+    tiny_train: MakeTrain,
+    tiny_cache: Path,
+    tmp_path: Path,
+    is_freed: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Files are limited to less than a checkpoint from step 3 on, and freed after step 6."""
+    checkpoint = training.CheckpointConfig(every_steps=2, max_failures=3)
+    evaluating = training.EvaluateConfig(every_steps=4, max_samples=2, tree_budgets=(4,))
+    config = tiny_train(tmp_path, tiny_cache, steps=12, checkpoint=checkpoint, evaluate=evaluating)
+    run = Training(config)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    train_step = run.learner.train_step
+
+    def limited(batches: Any) -> dict[str, Any]:
+        if run.step == 3:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        if run.step == 7 and is_freed:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        time.sleep(0.05)  # a save is done before the next one
+        return train_step(batches)
+
+    run.learner.train_step = limited  # type: ignore[method-assign]
+    try:
+        if is_freed:
+            run.train()
+        else:
+            with pytest.raises(RunError, match="3 checkpoints in a row could not be written"):
+                run.train()
+            assert newest_valid(tmp_path) == tmp_path / "checkpoints" / "step-00000002"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "checkpoint of step 4 was not written" in caplog.text
+    if not is_freed:
+        assert 8 <= run.step < 12
+        assert train(config) is None
+    assert newest_valid(tmp_path) == tmp_path / "checkpoints" / "step-00000012"
+    assert [line["step"] for line in metrics(tmp_path)] == list(range(1, 13))
 
 
 def test_resuming_with_another_recipe_is_refused_naming_the_key(
