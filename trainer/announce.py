@@ -39,21 +39,29 @@ def announce(session: Session, optimizer: torch.optim.Optimizer, order: OrderRep
     if config.loss.kind == "decay":
         logger.info("gamma in force: %g", config.loss.resolve_gamma(config.drafter.block_size))
     logger.info("optimizer: %s", describe(optimizer))
+    for part in session.cache.parts:
+        logger.info(
+            "cache %s, generation %d: %d samples of %s",
+            part.path,
+            part.manifest.generation,
+            len(part.index),
+            ", ".join(part.manifest.sources),
+        )
     logger.info(
-        "cache %s, generation %d, fingerprint %s; target %s in %s, blocks %s",
-        session.cache.path,
-        session.cache.manifest.generation,
+        "fingerprint %s; target %s in %s, blocks %s",
         spec.fingerprint[:16],
         spec.target.model_type,
         spec.target.dtype,
         list(spec.target_layer_ids),
     )
     logger.info(
-        "%d samples to train on, %d held out, %d of other sources, %d without an anchor",
+        "%d samples to train on, %d held out, %d of other sources, %d without an anchor, "
+        "%d repeated",
         len(split.train),
         len(split.heldout),
         split.num_other_sources,
         split.num_without_anchor,
+        split.num_repeated,
     )
     if len(split.heldout) < _FEW_HELDOUT:
         logger.warning(

@@ -11,9 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shared.cache import Cache
 from shared.codec import Packed
 from shared.shard import StoredSample
+from trainer.caches import Caches
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -79,7 +79,7 @@ class Batch:
 class Features:
     """Turns the stored states of a batch into bfloat16 on the device where they are used."""
 
-    def __init__(self, cache: Cache, device: torch.device) -> None:
+    def __init__(self, cache: Caches, device: torch.device) -> None:
         self._cache = cache
         self._device = device
 

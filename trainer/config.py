@@ -23,8 +23,8 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheConfig:
-    path: Path
-    """The cache to train from."""
+    path: Path | tuple[Path, ...]
+    """The cache to train from, or a list of caches of the same kind."""
 
     sources: tuple[str, ...] = ()
     """Source tags to train on; empty takes all."""
@@ -33,9 +33,15 @@ class CacheConfig:
     """Share of the samples kept for evaluation, chosen by a hash of their prompt."""
 
     def __post_init__(self) -> None:
+        if not self.paths or len(set(self.paths)) < len(self.paths):
+            raise ValueError(f"path needs one cache or several different ones, got {self.path}")
         require_text(self, "path")
         if not 0.0 <= self.heldout_fraction < 1.0:
             raise ValueError(f"heldout_fraction must be in [0, 1), got {self.heldout_fraction}")
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        return self.path if isinstance(self.path, tuple) else (self.path,)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

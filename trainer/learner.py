@@ -64,7 +64,7 @@ class Learner:
             drafter=self.session.drafter,
             optimizer=self.optimizer,
             config=configs.to_dict(self.config),
-            cache=self.session.describe_cache(),
+            cache=self.session.cache.describe(),
             state={"nonfinite_steps": self.num_nonfinite, **state},
             score=score,
         )

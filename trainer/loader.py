@@ -15,10 +15,10 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from shared.cache import Cache
 from shared.errors import CacheError, RunError
 from trainer.anchors import draw_anchors
 from trainer.batch import Batch, collate
+from trainer.caches import Caches
 from trainer.config import LoaderConfig
 from trainer.recipe import AnchorConfig
 from trainer.sampler import PlannedBatch
@@ -40,7 +40,7 @@ class Loader:
 
     def __init__(
         self,
-        cache: Cache,
+        cache: Caches,
         positions: npt.NDArray[np.int64],
         stream: Iterator[PlannedBatch],
         *,
@@ -99,7 +99,7 @@ class Loader:
                 sample = self._cache.read(position)
             except (OSError, ValueError, MemoryError) as error:
                 raise CacheError(
-                    f"{self._cache.path}: sample {sample_id} cannot be read ({error})."
+                    f"{self._cache}: sample {sample_id} cannot be read ({error})."
                 ) from error
             drawn = draw_anchors(
                 sample.loss_mask.astype(bool),

@@ -29,5 +29,6 @@ def require_text(config: Any, names: str) -> None:
     """
     for name in names.split():
         given = getattr(config, name)
-        if given is not None and (not str(given).strip() or "\0" in str(given)):
-            raise ValueError(f"{name} must not be empty or hold a zero byte, got {str(given)!r}")
+        for text in map(str, given if isinstance(given, tuple) else (given,)):
+            if given is not None and (not text.strip() or "\0" in text):
+                raise ValueError(f"{name} must not be empty or hold a zero byte, got {text!r}")

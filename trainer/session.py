@@ -3,22 +3,15 @@
 import json
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shared.cache import Cache
-from shared.errors import (
-    CacheError,
-    CacheIncompatibleError,
-    ConfigError,
-    DraftCacheError,
-    RunError,
-)
+from shared.errors import CacheIncompatibleError, ConfigError, RunError
 from shared.head import Head
 from trainer.batch import Features
+from trainer.caches import Caches
 from trainer.config import TrainConfig
 from trainer.drafter import Drafter, num_parameters
 from trainer.index import Split, split_samples
@@ -34,7 +27,7 @@ class Session:
     """A cache and a drafter that fit each other, on one device."""
 
     config: TrainConfig
-    cache: Cache
+    cache: Caches
     split: Split
     head: Head
     drafter: Drafter
@@ -42,11 +35,11 @@ class Session:
     device: torch.device
 
     @classmethod
-    def open(cls, config: TrainConfig, *, generation: int | None = None) -> "Session":
+    def open(cls, config: TrainConfig, *, generations: list[int] | None = None) -> "Session":
         """Open the cache and build a freshly initialised drafter for it.
 
         Args:
-            generation: of the cache; None takes the newest.
+            generations: of the caches; None takes the newest.
 
         Raises:
             CacheError: the cache is missing, damaged or of another version.
@@ -54,7 +47,7 @@ class Session:
             RunError: nothing to train on.
         """
         device = pick_device(config.train.device)
-        cache = open_cache(config.cache.path, generation)
+        cache = Caches(config.cache.paths, generations=generations)
         check_mask_token(config.drafter, cache)
         check_size(config.drafter, cache, device)
         dtype = torch.bfloat16 if config.train.compute_dtype == "bfloat16" else torch.float32
@@ -88,16 +81,6 @@ class Session:
             num_tokens += len(hidden_TF)
         return (square_F / max(num_tokens, 1)).sqrt()
 
-    def describe_cache(self) -> dict[str, Any]:
-        """What a checkpoint remembers of the cache it was trained from."""
-        return {
-            "fingerprint": self.cache.manifest.fingerprint,
-            "generation": self.cache.manifest.generation,
-            "index_sha256": self.cache.manifest.index.sha256,
-            "target_layer_ids": list(self.cache.spec.target_layer_ids),
-            "hidden_size": self.cache.spec.target.hidden_size,
-        }
-
     def require_same_cache(
         self, remembered: dict[str, Any], where: str, *, same_samples: bool = True
     ) -> None:
@@ -110,7 +93,7 @@ class Session:
             CacheIncompatibleError: naming what differs.
             RunError: the checkpoint does not say what it was trained from.
         """
-        ours = self.describe_cache()
+        ours = self.cache.describe()
         keys = ["fingerprint", "target_layer_ids", "hidden_size"]
         for key in keys + ["index_sha256"] * same_samples:
             if key not in remembered:
@@ -118,24 +101,8 @@ class Session:
             if remembered[key] != ours[key]:
                 raise CacheIncompatibleError(
                     f"{where}: trained from a cache with {key} {remembered[key]}, "
-                    f"{self.cache.path} has {ours[key]}. Give the cache it was trained from."
+                    f"{self.cache} has {ours[key]}. Give the cache it was trained from."
                 )
-
-
-def open_cache(path: Path, generation: int | None) -> Cache:
-    """The cache at `path`; of `generation`, or its newest.
-
-    Raises:
-        CacheError: see `Cache`; or the path cannot be looked at.
-    """
-    try:
-        return Cache(path, generation=generation)
-    except DraftCacheError:
-        raise
-    except OSError as error:
-        raise CacheError(
-            f"{path}: cannot be read ({os.strerror(error.errno or 0)}). Look at cache.path."
-        ) from error
 
 
 def pick_device(name: str) -> torch.device:
@@ -155,7 +122,7 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def check_mask_token(config: DrafterConfig, cache: Cache) -> None:
+def check_mask_token(config: DrafterConfig, cache: Caches) -> None:
     """Refuse a mask token that the target does not have, or that text contains.
 
     Raises:
@@ -175,7 +142,7 @@ def check_mask_token(config: DrafterConfig, cache: Cache) -> None:
         )
 
 
-def check_size(config: DrafterConfig, cache: Cache, device: torch.device) -> None:
+def check_size(config: DrafterConfig, cache: Caches, device: torch.device) -> None:
     """Refuse a drafter that cannot be held, before anything of that size is asked for.
 
     Raises:
@@ -194,8 +161,8 @@ def check_size(config: DrafterConfig, cache: Cache, device: torch.device) -> Non
         )
 
 
-def read_target_config(cache: Cache) -> dict[str, Any]:
+def read_target_config(cache: Caches) -> dict[str, Any]:
     """The target's config.json as stored in the cache, the text part of it for wrappers."""
-    fields: dict[str, Any] = json.loads(cache.target_file("config.json"))
+    fields: dict[str, Any] = json.loads(cache.parts[0].target_file("config.json"))
     text: dict[str, Any] = fields.get("text_config", fields)
     return text

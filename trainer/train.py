@@ -13,11 +13,13 @@ from shared import config as configs
 from shared.errors import DraftCacheError, RunError
 from trainer.announce import announce, measure_order
 from trainer.batch import Batch
+from trainer.caches import generations_of
 from trainer.checkpoint_writer import CheckpointWriter
 from trainer.config import TrainConfig
 from trainer.evaluate import evaluate
 from trainer.learner import Learner
 from trainer.loader import Loader
+from trainer.queue_trend import QueueTrend
 from trainer.run import Run
 from trainer.sampler import iterate
 from trainer.session import Session
@@ -42,11 +44,12 @@ class Training:
         self.config = config
         self.run = Run(config.run.path)
         snapshot = self.run.newest_checkpoint()
-        generation = int(snapshot.cache["generation"]) if snapshot is not None else None
-        self.session = Session.open(config, generation=generation)
+        generations = None if snapshot is None else generations_of(snapshot.cache)
+        self.session = Session.open(config, generations=generations)
         self.order = measure_order(self.session)
         self.run.begin(config, snapshot)
         self.learner = Learner(self.session, self.run)
+        self.queue_trend = QueueTrend()
         self.unlogged: dict[str, Any] | None = None
         """Metrics of a step that is done but for its evaluation, which a stop cut short."""
         if snapshot is None:
@@ -159,9 +162,13 @@ class Training:
         began = time.perf_counter()
         metrics = self.learner.train_step(batches)
         stats = loader.take_stats()
-        seconds = time.perf_counter() - began
+        ended = time.perf_counter()
+        seconds = ended - began
+        self.queue_trend.add(ended, stats.queue_depth)
         return metrics | {
             "data/queue_depth": stats.queue_depth,
+            "data/queue_slope": self.queue_trend.slope,
+            "data/queue_seconds_to_empty": self.queue_trend.seconds_to_empty,
             "data/wait_share": stats.wait_seconds / seconds,
             "speed/step_seconds": seconds,
             "speed/tokens_per_second": metrics["train/tokens"] / seconds,

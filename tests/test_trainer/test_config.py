@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from shared import config as configs
-from shared.cache import Cache
 from shared.errors import ConfigError, DraftCacheError
 from trainer import config as training
+from trainer.caches import Caches
 from trainer.config import TrainConfig
 from trainer.drafter import Drafter, num_parameters
 from trainer.ranges import COUNT
@@ -104,4 +104,4 @@ def test_a_drafter_is_counted_before_it_is_built(plain: TrainConfig, tiny_cache:
     assert num_parameters(config, 64, 2) == sum(p.numel() for p in drafter.parameters())
     huge = replace(config, num_layers=COUNT)
     with pytest.raises(ConfigError, match=r"parameters need [\d,.]+ GiB"):
-        check_size(huge, Cache(tiny_cache), torch.device("cpu"))
+        check_size(huge, Caches([tiny_cache]), torch.device("cpu"))

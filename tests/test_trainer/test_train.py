@@ -1,6 +1,7 @@
 """A run does what its configuration says, can be killed at any moment, and refuses to lie."""
 
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -43,11 +44,18 @@ def final_weights(run: Path) -> dict[str, torch.Tensor]:
 def test_a_run_writes_one_line_per_step_and_ends_with_a_checkpoint(
     tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path
 ) -> None:
-    train(tiny_train(tmp_path, tiny_cache, steps=5))
+    config = tiny_train(tmp_path, tiny_cache, steps=5)
+    train(config)
     lines = metrics(tmp_path)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert all(line["train/loss"] > 0 for line in lines)
     assert lines[-1]["heldout/tau_walk"] >= 1.0
+    for line in lines:
+        assert 0 <= line["data/queue_depth"] <= config.loader.queue_batches
+        assert 0 <= line["data/wait_share"] <= 1
+    assert lines[0]["data/queue_slope"] is None
+    assert all(math.isfinite(line["data/queue_slope"]) for line in lines[1:])
+    assert "data/queue_seconds_to_empty" in lines[-1]
     assert newest_valid(tmp_path) == tmp_path / "checkpoints" / "step-00000005"
     stored = json.loads((tmp_path / "config.json").read_text())
     assert stored["optimizer"]["betas"] == [0.9, 0.95]
