@@ -161,6 +161,40 @@ def test_mix_of_a_packed_epoch_is_proportional_over_its_boundary() -> None:
     assert window_deviation(label, 32) < 2
 
 
+def test_the_plan_of_the_run_with_shares_as_in_the_wild_keeps_all_its_promises() -> None:
+    """15,000 micro-batches of six buckets: coverage, budget and mix, also over an epoch's end."""
+    edges = (0, 770, 1216, 1728, 2432, 3296, 8192)
+    budget = 8192
+    rng = np.random.default_rng(0)
+    parts = []
+    for low, high, share in zip(edges, edges[1:], SHARES, strict=False):
+        length = rng.integers(low + (high - low) // 2, high + 1, 15_000 * 8)
+        full = np.searchsorted(np.cumsum(length), share * 15_000 * budget * 0.95)
+        parts.append(length[: max(full, 1)])
+    length = rng.permutation(np.concatenate(parts))
+    config = SamplerConfig(tokens_per_batch=budget, bucket_edges=edges)
+    plans = [epoch_batches(length, config, seed=0, epoch=epoch) for epoch in range(2)]
+    for plan in plans:
+        assert np.array_equal(np.sort(plan.sample), np.arange(len(length)))
+        assert np.add.reduceat(length[plan.sample], plan.offset[:-1]).max() <= budget
+    label = np.concatenate([plan.bucket for plan in plans])
+    share = np.bincount(label) / len(label)
+    bound = 2 - 1 / (len(SHARES) - 1)
+    # Both epochs have the same shares but for a few micro-batches, which the window must bear.
+    drift = max(abs(np.bincount(plan.bucket) / len(plan) - share).max() for plan in plans)
+    for window in (1, 2, 3, 5, 8, 16, 32, 64, 128, 256):
+        assert window_deviation(label, window) <= bound + 2 * drift * window
+        boundary = label[len(plans[0]) - window : len(plans[0]) + window]
+        assert window_deviation(boundary, window) < 2 * bound
+    assert longest_run(label) <= bound / (1 - share.max() - drift)
+    end = len(plans[0])
+    for start in (end - 1, end, end + 1):
+        resumed = next(iterate(length, config, seed=0, start_batch=start))
+        epoch, position = divmod(start, end)
+        assert (resumed.epoch, resumed.position) == (epoch, position)
+        assert np.array_equal(resumed.sample, plans[epoch].batch(position))
+
+
 def test_order_of_the_buckets_differs_between_epochs() -> None:
     count = np.round(np.array(SHARES) * 1000).astype(int)
     epochs = [interleave(count, np.random.default_rng((0, epoch))) for epoch in range(8)]
