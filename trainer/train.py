@@ -47,6 +47,8 @@ class Training:
         generations = None if snapshot is None else generations_of(snapshot.cache)
         self.session = Session.open(config, generations=generations)
         self.order = measure_order(self.session)
+        if snapshot is not None:
+            self._check(snapshot)
         self.run.begin(config, snapshot)
         self.learner = Learner(self.session, self.run)
         self.queue_trend = QueueTrend()
@@ -220,11 +222,13 @@ class Training:
             seed=config.train.seed,
         )
 
-    def _restore(self, snapshot: Snapshot) -> None:
+    def _check(self, snapshot: Snapshot) -> None:
         where = f"{self.config.run.path}, checkpoint of step {snapshot.step}"
         self.session.require_same_cache(snapshot.cache, where)
         if snapshot.step > self.config.train.steps:
             raise RunError(f"{where}: the run is to end at step {self.config.train.steps}.")
+
+    def _restore(self, snapshot: Snapshot) -> None:
         self.learner.restore(snapshot)
         if (unlogged := snapshot.state.get("unlogged")) is not None:
             self.unlogged = {

@@ -108,7 +108,7 @@ def test_features_of_a_batch_over_two_caches_use_each_ones_calibration(
     run = Training(replace(tiny_train(tmp_path, tiny_cache), cache=cache))
     caches, names = run.session.cache, set()
     features = Features(caches, torch.device("cpu"))
-    positions = {caches.index.sample_id(i): i for i in range(len(caches.index))}
+    positions = {caches.index.sample_id(i): i for i in run.session.split.train.tolist()}
     with run._loader() as loader:
         for _, batch in zip(range(12), loader, strict=False):
             states_SLD = features.unpack(batch)

@@ -293,9 +293,8 @@ def test_refuses_samples_that_fit_no_batch(length: list[int], message: str) -> N
 
 
 def test_refuses_a_single_edge_and_a_negative_start() -> None:
-    config = SamplerConfig(tokens_per_batch=100, bucket_edges=(7,))
-    with pytest.raises(ValueError, match="a lower and an upper edge"):
-        bucket_edges(np.array([1]), config)
+    with pytest.raises(ValueError, match=r"lower and an upper edge, got \[7\]"):
+        SamplerConfig(tokens_per_batch=100, bucket_edges=(7,))
     with pytest.raises(ValueError, match="start_batch must not be negative, got -1"):
         next(iterate(np.array([1]), SamplerConfig(tokens_per_batch=9), seed=0, start_batch=-1))
 

@@ -417,8 +417,10 @@ def test_another_cache_of_the_same_kind_is_not_resumed_from(
     build(tiny_build(other, data=[write_jsonl(tmp_path / "o.jsonl", conversations(range(60, 90)))]))
     train(tiny_train(tmp_path / "run", tiny_cache, steps=2))
     config = tiny_train(tmp_path / "run", other, steps=2)
+    before = (tmp_path / "run" / "config.json").read_bytes()
     with pytest.raises(CacheIncompatibleError, match="index_sha256"):
         train(config)
+    assert (tmp_path / "run" / "config.json").read_bytes() == before
 
 
 def test_a_foreign_directory_is_not_taken_for_a_run(
