@@ -101,7 +101,7 @@ class OptimizerConfig:
     max_grad_norm: float = 1.0
 
     def __post_init__(self) -> None:
-        require_range(self, "lr", 1e-12, 1.0)
+        require_range(self, "lr", 1e-12, 100.0)
         require_range(self, "eps", 1e-30, 1.0)
         require_range(self, "weight_decay", 0.0, 1.0)
         require_range(self, "warmup_fraction min_lr_fraction", 0.0, 1.0)
