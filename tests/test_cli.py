@@ -327,12 +327,13 @@ def test_a_whole_run_by_its_commands(
     ],
 )
 def test_runs_that_cannot_start(
-    invoke: Invoke, train_config: Callable[..., Path], override: str, message: str
+    invoke: Invoke, train_config: Callable[..., Path], override: str, message: str, tmp_path: Path
 ) -> None:
     code, _, err = invoke("trainer", "train", "--config", train_config(), "--set", override)
     assert code == 1
     (line,) = errors(err)
     assert message in line
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_cache_of_another_format_version_is_refused(

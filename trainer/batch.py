@@ -11,10 +11,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shared.cache import Cache
 from shared.codec import Packed
 from shared.errors import ConfigError
 from shared.shard import StoredSample
+from trainer.caches import Caches
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -102,7 +102,7 @@ def mask_token_in_text(mask_token_id: int, sample_id: str, position: int) -> Con
 class Features:
     """Turns the stored states of a batch into bfloat16 on the device where they are used."""
 
-    def __init__(self, cache: Cache, device: torch.device) -> None:
+    def __init__(self, cache: Caches, device: torch.device) -> None:
         self._cache = cache
         self._device = device
 

@@ -33,17 +33,19 @@ def main() -> None:
 def train_command(path: Path, overrides: tuple[str, ...], resume: bool) -> None:
     """Train until `train.steps`, evaluating and saving on the way.
 
-    Stopped at any moment, the same command goes on from the newest checkpoint and reaches the
-    same weights.
+    Ctrl-C and SIGTERM finish the step, save it and exit with 130 or 143; a second one quits at
+    once. Stopped at any moment, the same command goes on from the newest checkpoint and reaches
+    the same weights.
     """
     from trainer.session import Session
-    from trainer.train import start_afresh, train
+    from trainer.train import train
 
     settings = config.load(TrainConfig, path, overrides)
     if not resume:
         Session.open(settings)  # what cannot start must not cost the run that is there
-        start_afresh(Run(settings.run.path))
-    train(settings)
+        Run(settings.run.path).start_afresh()
+    if (stopped_by := train(settings)) is not None:
+        raise click.exceptions.Exit(128 + stopped_by)
 
 
 @main.command()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainer.attention import Mask, attend
-from trainer.config import DrafterConfig
+from trainer.recipe import DrafterConfig
 
 
 class Angles(NamedTuple):
@@ -191,6 +191,15 @@ class Drafter(nn.Module):
             hidden_QD = layer(hidden_QD, context_SD, angles, mask)
         out_QD: Tensor = self.norm(hidden_QD)
         return out_QD
+
+
+def num_parameters(config: DrafterConfig, hidden_size: int, num_target_layers_tapped: int) -> int:
+    """Parameters of the drafter, without building it."""
+    heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
+    products = hidden_size * (heads + 3 * config.intermediate_size)
+    norms = 2 * hidden_size + 2 * config.head_dim
+    fusion = num_target_layers_tapped * hidden_size**2
+    return fusion + 2 * hidden_size + config.num_layers * (products + norms)
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from trainer.acceptance import chain_accepted, rank_of_gold, segments, tree_accepted
 from trainer.anchors import legal_anchors
 from trainer.batch import Batch, collate, require_no_mask_token
+from trainer.caches import generations_of
 from trainer.loss import weighing
 from trainer.metrics import AcceptanceTotals
 from trainer.run import Run
@@ -133,13 +134,13 @@ def evaluate_run(run: Run, *, cache: Path | None, max_samples: int | None) -> di
     """
     snapshot = run.require_checkpoint()
     config = run.config()
-    generation: int | None = int(snapshot.cache["generation"])
+    generations: list[int] | None = generations_of(snapshot.cache)
     if cache is not None:
         config = replace(config, cache=replace(config.cache, path=cache))
-        generation = None
+        generations = None
     if max_samples is not None:
         config = replace(config, evaluate=replace(config.evaluate, max_samples=max_samples))
-    session = Session.open(config, generation=generation)
+    session = Session.open(config, generations=generations)
     session.require_same_cache(snapshot.cache, str(run.path), same_samples=cache is None)
     restore(snapshot, session.drafter)
     with tqdm(desc="evaluate", unit="sample", leave=False, disable=None) as bar:

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from shared.cache import Cache
 from shared.errors import RunError
 from shared.files import commit_directory, read_json, remove_tree, write_json, writing
-from trainer.config import DrafterConfig
+from trainer.caches import Caches, generations_of
+from trainer.recipe import DrafterConfig
 from trainer.run import Run
 from trainer.session import Session, read_target_config
 
@@ -25,7 +25,7 @@ MODEL = "model.safetensors"
 EXPORTED = frozenset({"config.json", MODEL, "README.md"})
 
 
-def dflash_config(drafter: DrafterConfig, cache: Cache, target: dict[str, Any]) -> dict[str, Any]:
+def dflash_config(drafter: DrafterConfig, cache: Caches, target: dict[str, Any]) -> dict[str, Any]:
     """`config.json` of z-lab's layout.
 
     Both spellings of the rotary base are written: z-lab's MLX loader and older transformers read
@@ -113,7 +113,7 @@ def export_dflash(run: Run, out: Path) -> Path:
         RunError: there is no checkpoint, or what was written is not what was trained.
     """
     snapshot = run.require_checkpoint()
-    session = Session.open(run.config(), generation=int(snapshot.cache["generation"]))
+    session = Session.open(run.config(), generations=generations_of(snapshot.cache))
     session.require_same_cache(snapshot.cache, str(run.path))
     tensors = {name: value.to(torch.bfloat16) for name, value in snapshot.drafter.items()}
     config = dflash_config(session.config.drafter, session.cache, read_target_config(session.cache))

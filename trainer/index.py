@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from shared.cache import Cache
 from shared.errors import RunError
+from trainer.caches import Caches
 from trainer.config import CacheConfig
 
 
@@ -24,8 +24,11 @@ class Split:
     num_without_anchor: int
     """Samples with no two supervised tokens in a row: no block can start in them."""
 
+    num_repeated: int
+    """Samples that another cache, or an earlier row of this one, has already."""
 
-def split_samples(cache: Cache, config: CacheConfig) -> Split:
+
+def split_samples(cache: Caches, config: CacheConfig) -> Split:
     """Select sources and divide the samples.
 
     A sample is held out if the hash of its prompt lies in the lowest `heldout_fraction` of all
@@ -36,13 +39,16 @@ def split_samples(cache: Cache, config: CacheConfig) -> Split:
         RunError: an unknown source, or nothing to train on.
     """
     index = cache.index
-    known = cache.manifest.sources
+    known = cache.sources
     if unknown := [tag for tag in config.sources if tag not in known]:
-        raise RunError(f"cache.sources: {unknown} not in {config.path}, which has {sorted(known)}.")
+        raise RunError(f"cache.sources: {unknown} not in {cache}, which has {sorted(known)}.")
     chosen = np.ones(len(index), bool)
     if config.sources:
         chosen = np.isin(index.source, [known.index(tag) for tag in config.sources])
-    usable = chosen & (index.num_anchors > 0)
+    _, first = np.unique(index.sample_ids[chosen].view("V16"), return_index=True)
+    is_first = np.zeros(len(index), bool)
+    is_first[np.flatnonzero(chosen)[first]] = True
+    usable = is_first & (index.num_anchors > 0)
     # Compared as integers: a float64 cannot hold a 64-bit hash.
     bound = int(config.heldout_fraction * 2**32)
     is_heldout = (index.split_keys >> np.uint64(32)) < np.uint64(bound)
@@ -51,12 +57,13 @@ def split_samples(cache: Cache, config: CacheConfig) -> Split:
         train=np.flatnonzero(usable & ~is_heldout),
         heldout=heldout[np.argsort(index.split_keys[heldout], kind="stable")],
         num_other_sources=int((~chosen).sum()),
-        num_without_anchor=int((chosen & ~usable).sum()),
+        num_without_anchor=int((is_first & ~usable).sum()),
+        num_repeated=int((chosen & ~is_first).sum()),
     )
     if not len(split.train):
         raise RunError(
-            f"{config.path}: no sample to train on ({len(index)} in the cache, "
+            f"{cache}: no sample to train on ({len(index)} in the cache, "
             f"{split.num_other_sources} of other sources, {split.num_without_anchor} without an "
-            f"anchor, {len(split.heldout)} held out)."
+            f"anchor, {split.num_repeated} repeated, {len(split.heldout)} held out)."
         )
     return split

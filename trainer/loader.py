@@ -10,17 +10,17 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
-from shared.cache import Cache
 from shared.errors import CacheError, RunError
 from trainer.anchors import draw_anchors
 from trainer.batch import Batch, collate
-from trainer.config import AnchorConfig, LoaderConfig
+from trainer.caches import Caches
+from trainer.config import LoaderConfig
+from trainer.recipe import AnchorConfig
 from trainer.sampler import PlannedBatch
 
 
@@ -40,7 +40,7 @@ class Loader:
 
     def __init__(
         self,
-        cache: Cache,
+        cache: Caches,
         positions: npt.NDArray[np.int64],
         stream: Iterator[PlannedBatch],
         *,
@@ -62,12 +62,7 @@ class Loader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -104,7 +99,7 @@ class Loader:
                 sample = self._cache.read(position)
             except (OSError, ValueError, MemoryError) as error:
                 raise CacheError(
-                    f"{self._cache.path}: sample {sample_id} cannot be read ({error})."
+                    f"{self._cache}: sample {sample_id} cannot be read ({error})."
                 ) from error
             drawn = draw_anchors(
                 sample.loss_mask.astype(bool),

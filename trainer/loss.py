@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainer.config import LossConfig
+from trainer.recipe import LossConfig
 
 WeighFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(ce_AK, supervised_AK) -> float32 weight_AK, without gradient, 0 where not supervised. Each
@@ -110,20 +110,10 @@ def drafter_loss(
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_AKD: Tensor,
-        lm_head_VD: Tensor,
-        label_AK: Tensor,
-        supervised_AK: Tensor,
-        weigh: WeighFunction,
-        anchors_per_chunk: int,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, hidden_AKD: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
         grad_AKD = hidden_AKD.new_zeros(hidden_AKD.shape) if ctx.needs_input_grad[0] else None
         with torch.autocast(hidden_AKD.device.type, enabled=False):
-            sums_and_slots = _sweep(
-                hidden_AKD, lm_head_VD, label_AK, supervised_AK, weigh, anchors_per_chunk, grad_AKD
-            )
+            sums_and_slots = _sweep(hidden_AKD, grad_AKD, *inputs)
         if grad_AKD is not None:
             ctx.save_for_backward(grad_AKD)
         ctx.mark_non_differentiable(*sums_and_slots[1:])
@@ -138,12 +128,12 @@ class _ChunkedLoss(torch.autograd.Function):
 
 def _sweep(
     hidden_AKD: Tensor,
+    grad_AKD: Tensor | None,
     lm_head_VD: Tensor,
     label_AK: Tensor,
     supervised_AK: Tensor,
     weigh: WeighFunction,
     anchors_per_chunk: int,
-    grad_AKD: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The fields of BlockLoss; fills `grad_AKD`, zero on entry, if there is one."""
     block_size = supervised_AK.shape[1]

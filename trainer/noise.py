@@ -6,7 +6,7 @@ Shapes: S context tokens, L captured layers, D hidden size.
 import torch
 from torch import Tensor
 
-from trainer.config import NoiseConfig
+from trainer.recipe import NoiseConfig
 
 
 def noise_scale(step: int, config: NoiseConfig) -> float:

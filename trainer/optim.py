@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.config import OptimizerConfig
+from trainer.recipe import OptimizerConfig
 
 
 def build_optimizer(

@@ -10,7 +10,7 @@ from typing import Any
 
 from shared import config as configs
 from shared.errors import ConfigError, RunError
-from shared.files import read_json, write_json, writing
+from shared.files import read_json, remove_tree, write_json, writing
 from trainer import checkpoint as checkpoints
 from trainer.config import TrainConfig
 from trainer.snapshot import Snapshot
@@ -21,10 +21,16 @@ logger = logging.getLogger(__name__)
 _CONFIG = "config.json"
 _EVALUATIONS = "evaluations"
 _LOCK = "trainer.lock"
+_NONFINITE = "nonfinite-{}.json"
 _FREE_SECTIONS = ("run", "loader", "evaluate", "checkpoint", "tracking")
 """Settings that may change when a run is resumed: they do not touch what is learned."""
 
-_FREE_KEYS = ("cache.path", "train.device")
+_FREE_KEYS = (
+    "cache.path",
+    "train.device",
+    "train.on_nonfinite",
+    "train.max_nonfinite_steps",
+)
 
 
 class Run:
@@ -84,14 +90,32 @@ class Run:
                 "Give the run a directory of its own."
             )
 
+    def start_afresh(self) -> None:
+        """Forget what an earlier run left: checkpoints, metrics, evaluations, export.
+
+        Raises:
+            RunError: the directory is not one of a run, or another process trains there.
+        """
+        self.require_own()
+        with self.locked():
+            for name in (checkpoints.CHECKPOINTS, _EVALUATIONS, "export", "wandb"):
+                remove_tree(self.path / name)
+            for pattern in ("metrics.jsonl", _CONFIG, "wandb.json", _NONFINITE.format("*")):
+                for path in self.path.glob(pattern):
+                    path.unlink()
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the run against a second trainer. The lock goes with the process.
+
+        A directory that was not there before and holds nothing but the lock afterwards, because
+        the run was refused, is removed again.
 
         Raises:
             RunError: another process trains here.
         """
         with writing(self.path):
+            is_new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -103,6 +127,8 @@ class Run:
                 "this run another path."
             ) from None
         finally:
+            if is_new and [path.name for path in self.path.iterdir()] == [_LOCK]:
+                remove_tree(self.path)
             os.close(descriptor)
 
     def config(self) -> TrainConfig:
@@ -127,6 +153,14 @@ class Run:
         if (snapshot := self.newest_checkpoint()) is None:
             raise RunError(f"{self.path}: no checkpoint yet. Run `make train`.")
         return snapshot
+
+    def write_nonfinite(
+        self, step: int, loss: float, grad_norm: float, sample_ids: list[str]
+    ) -> Path:
+        """Keep what made step `step` not finite; returns the file."""
+        path = self.path / _NONFINITE.format(f"{step:08d}")
+        write_json(path, {"loss": repr(loss), "grad_norm": repr(grad_norm), "samples": sample_ids})
+        return path
 
     def write_evaluation(self, step: int, heldout: dict[str, Any]) -> None:
         """Keep one evaluation. What is not finite becomes null."""

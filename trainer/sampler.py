@@ -11,22 +11,15 @@ within 2 - 1/(k-1) micro-batches of its share. So a bucket of share p is never s
 than (2 - 1/(k-1)) / (1 - p) times in a row.
 """
 
-from bisect import bisect_left, bisect_right, insort
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from heapq import heappop, heappush
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from trainer.config import SamplerConfig
-
-RESERVE_SAMPLES = 64
-"""Samples that a bucket holds back to close the gaps of its micro-batches."""
-
-REPORT_WINDOW_BATCHES = 32
+from trainer.interleave import interleave
+from trainer.packing import fill_batches
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -68,46 +61,12 @@ class PlannedBatch(NamedTuple):
     sample: np.ndarray
 
 
-@dataclass(frozen=True, slots=True)
-class OrderReport:
-    """What an epoch's order looks like, to be printed before training."""
-
-    num_samples: int
-    num_tokens: int
-    num_batches: int
-    longest_run: int
-    """Most micro-batches of one bucket in a row."""
-
-    window_kl: float
-    """Mean divergence (nats) of the buckets of a sliding window from those of the epoch."""
-
-    fill: float
-    """Tokens over the tokens that all micro-batches could hold; the rest is padding."""
-
-    share: tuple[float, ...]
-    """Share of each bucket in the micro-batches."""
-
-    def __str__(self) -> str:
-        return (
-            f"{self.num_samples} samples, {self.num_tokens} tokens in {self.num_batches} "
-            f"micro-batches, {self.fill:.1%} full; longest run of a bucket {self.longest_run}, "
-            f"window divergence {self.window_kl:.4f} nats"
-        )
-
-
 def bucket_edges(length: np.ndarray, config: SamplerConfig) -> np.ndarray:
     """Edges of the length buckets, int64 [k + 1], ascending.
 
     Without `config.bucket_edges`, buckets hold equal numbers of *tokens*, so that they make
     about equally many micro-batches; equal edges collapse into one.
-
-    Raises:
-        ValueError: `config.bucket_edges` has a single edge.
     """
-    if len(config.bucket_edges) == 1:
-        raise ValueError(
-            f"bucket_edges needs a lower and an upper edge, got {list(config.bucket_edges)}"
-        )
     if config.bucket_edges:
         return np.array(config.bucket_edges, dtype=np.int64)
     ordered = np.sort(length).astype(np.int64)
@@ -134,7 +93,7 @@ def epoch_batches(length: np.ndarray, config: SamplerConfig, *, seed: int, epoch
     packed, sizes = [], []
     for j in used:
         member = rng.permutation(np.flatnonzero(bucket == j))
-        order, size = _fill(length[member], config.tokens_per_batch)
+        order, size = fill_batches(length[member], config.tokens_per_batch)
         packed.append(member[order])
         sizes.append(size)
     num_batches = np.array([len(size) for size in sizes])
@@ -168,84 +127,6 @@ def _check(length: np.ndarray, tokens_per_batch: int) -> None:
             raise ValueError(f"sample {index} of {length[index]} tokens {what}.")
 
 
-def _fill(length: np.ndarray, budget: int) -> tuple[np.ndarray, np.ndarray]:
-    """Order (indices into the shuffled `length`) and sizes of batches of at most `budget` tokens.
-
-    A micro-batch starts with the sample held longest in the reserve, goes on with the run of
-    samples next in order that fits, and is topped up with the longest of the reserve that fit.
-    Starting with the oldest keeps the reserve from filling with samples that never fit.
-    """
-    num_samples = len(length)
-    tokens = length.tolist()
-    total = [0, *np.cumsum(length).tolist()]
-    upcoming = min(num_samples, RESERVE_SAMPLES)
-    # One integer per sample that sorts by length, then by position.
-    reserve = sorted(tokens[i] * num_samples + i for i in range(upcoming))
-    by_age = deque(range(upcoming))
-    is_held = bytearray(b"\1" * num_samples)
-    order: list[int] = []
-    size: list[int] = []
-    while reserve:
-        start = len(order)
-        while not is_held[by_age[0]]:
-            by_age.popleft()
-        oldest = by_age.popleft()
-        del reserve[bisect_left(reserve, tokens[oldest] * num_samples + oldest)]
-        order.append(oldest)
-        left = budget - tokens[oldest]
-        stop = bisect_right(total, total[upcoming] + left, lo=upcoming) - 1
-        order.extend(range(upcoming, stop))
-        left -= total[stop] - total[upcoming]
-        upcoming = stop
-        while fitting := bisect_left(reserve, (left + 1) * num_samples):
-            held = reserve.pop(fitting - 1) % num_samples
-            is_held[held] = 0
-            order.append(held)
-            left -= tokens[held]
-        while len(reserve) < RESERVE_SAMPLES and upcoming < num_samples:
-            insort(reserve, tokens[upcoming] * num_samples + upcoming)
-            by_age.append(upcoming)
-            upcoming += 1
-        size.append(len(order) - start)
-    return np.array(order, dtype=np.int64), np.array(size, dtype=np.int64)
-
-
-def interleave(count: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Labels 0..k-1, label j `count[j]` times, spread in proportion, int64 [sum of counts].
-
-    After t labels, label j has appeared t * p_j times with an error of at most
-    1 - 1/(2k - 2) for every t and j, where p_j is its share. Ties are broken at random.
-
-    The i-th of label j may come from slot ceil((i - 1 + d) / p_j) to slot
-    floor((i - d) / p_j) + 1, d = 1/(2k - 2), which is the bound spelt out. Tijdeman shows that
-    some order meets all of these, and then serving the earliest deadline does, whatever the
-    ties. The bound is symmetric, so half of the seeds read the order backwards.
-
-    Source: R. Tijdeman, The chairman assignment problem, Discrete Mathematics 32 (1980).
-    """
-    num_labels, total = len(count), int(count.sum())
-    if num_labels == 1:
-        return np.zeros(total, dtype=np.int64)
-    scale = 2 * num_labels - 2
-    label = np.repeat(np.arange(num_labels), count)
-    ordinal = np.arange(1, total + 1) - np.repeat(np.cumsum(count) - count, count)
-    per_label = scale * count[label]
-    release = -(-((ordinal - 1) * scale + 1) * total // per_label)
-    deadline = (ordinal * scale - 1) * total // per_label + 1
-    key = (deadline * total + rng.permutation(total)) * num_labels + label
-    by_release = np.argsort(release, kind="stable")
-    released = np.searchsorted(release[by_release], np.arange(1, total + 1), side="right")
-    keys = key[by_release].tolist()
-    waiting: list[int] = []
-    served: list[int] = []
-    for start, stop in pairwise([0, *released.tolist()]):
-        for entry in keys[start:stop]:
-            heappush(waiting, entry)
-        served.append(heappop(waiting) % num_labels)
-    step = -1 if rng.integers(2) else 1
-    return np.array(served, dtype=np.int64)[::step]
-
-
 def iterate(
     length: np.ndarray, config: SamplerConfig, *, seed: int, start_batch: int = 0
 ) -> Iterator[PlannedBatch]:
@@ -267,34 +148,3 @@ def iterate(
             yield PlannedBatch(epoch, i, int(plan.bucket[i]), plan.batch(i))
         start_batch = max(0, start_batch - len(plan))
         epoch += 1
-
-
-def window_kl(label: np.ndarray, window: int) -> float:
-    """Mean over all windows of KL(labels of the window || labels of the whole), in nats.
-
-    An independent shuffle of k labels measures about (k - 1) / (2 * window).
-    """
-    window = min(window, len(label))
-    divergence = np.zeros(len(label) - window + 1)
-    for value in np.unique(label):
-        seen = np.concatenate([[0], np.cumsum(label == value)])
-        share = (seen[window:] - seen[:-window]) / window
-        ratio = share * len(label) / seen[-1]
-        divergence += share * np.log(ratio, where=share > 0, out=np.zeros_like(share))
-    return float(divergence.mean())
-
-
-def order_report(plan: EpochPlan, length: np.ndarray) -> OrderReport:
-    """Measure `plan`; `length` is what it was made from."""
-    run = np.diff(np.flatnonzero(np.diff(plan.bucket, prepend=-1, append=-1)))
-    num_tokens = int(length[plan.sample].sum())
-    share = np.bincount(plan.bucket, minlength=len(plan.edge) - 1) / len(plan)
-    return OrderReport(
-        num_samples=len(plan.sample),
-        num_tokens=num_tokens,
-        num_batches=len(plan),
-        longest_run=int(run.max()),
-        window_kl=window_kl(plan.bucket, REPORT_WINDOW_BATCHES),
-        fill=num_tokens / (len(plan) * plan.tokens_per_batch),
-        share=tuple(share.tolist()),
-    )

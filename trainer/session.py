@@ -1,24 +1,29 @@
 """What training, evaluation and export set up alike: cache, split, head and drafter."""
 
 import json
+import os
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shared.cache import Cache
 from shared.errors import CacheIncompatibleError, ConfigError, RunError
 from shared.head import Head
 from trainer.batch import Features, mask_token_in_text
-from trainer.config import DrafterConfig, TrainConfig
-from trainer.drafter import Drafter
+from trainer.caches import Caches
+from trainer.config import TrainConfig
+from trainer.drafter import Drafter, num_parameters
 from trainer.index import Split, split_samples
+from trainer.recipe import DrafterConfig
 
 _RMS_SAMPLES = 32
 _MASK_SHARDS = 4
 """Shards whose text is searched for the mask token at the start."""
+_BYTES_PER_PARAMETER = 16
+"""Weight, gradient and two moments in float32."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -26,7 +31,7 @@ class Session:
     """A cache and a drafter that fit each other, on one device."""
 
     config: TrainConfig
-    cache: Cache
+    cache: Caches
     split: Split
     head: Head
     drafter: Drafter
@@ -34,11 +39,11 @@ class Session:
     device: torch.device
 
     @classmethod
-    def open(cls, config: TrainConfig, *, generation: int | None = None) -> "Session":
+    def open(cls, config: TrainConfig, *, generations: list[int] | None = None) -> "Session":
         """Open the cache and build a freshly initialised drafter for it.
 
         Args:
-            generation: of the cache; None takes the newest.
+            generations: of the caches; None takes the newest.
 
         Raises:
             CacheError: the cache is missing, damaged or of another version.
@@ -46,8 +51,9 @@ class Session:
             RunError: nothing to train on.
         """
         device = pick_device(config.train.device)
-        cache = Cache(config.cache.path, generation=generation)
+        cache = Caches(config.cache.paths, generations=generations)
         check_mask_token(config.drafter, cache)
+        check_size(config.drafter, cache, device)
         dtype = torch.bfloat16 if config.train.compute_dtype == "bfloat16" else torch.float32
         drafter = Drafter(
             config.drafter,
@@ -79,16 +85,6 @@ class Session:
             num_tokens += len(hidden_TF)
         return (square_F / max(num_tokens, 1)).sqrt()
 
-    def describe_cache(self) -> dict[str, Any]:
-        """What a checkpoint remembers of the cache it was trained from."""
-        return {
-            "fingerprint": self.cache.manifest.fingerprint,
-            "generation": self.cache.manifest.generation,
-            "index_sha256": self.cache.manifest.index.sha256,
-            "target_layer_ids": list(self.cache.spec.target_layer_ids),
-            "hidden_size": self.cache.spec.target.hidden_size,
-        }
-
     def require_same_cache(
         self, remembered: dict[str, Any], where: str, *, same_samples: bool = True
     ) -> None:
@@ -101,7 +97,7 @@ class Session:
             CacheIncompatibleError: naming what differs.
             RunError: the checkpoint does not say what it was trained from.
         """
-        ours = self.describe_cache()
+        ours = self.cache.describe()
         keys = ["fingerprint", "target_layer_ids", "hidden_size"]
         for key in keys + ["index_sha256"] * same_samples:
             if key not in remembered:
@@ -109,7 +105,7 @@ class Session:
             if remembered[key] != ours[key]:
                 raise CacheIncompatibleError(
                     f"{where}: trained from a cache with {key} {remembered[key]}, "
-                    f"{self.cache.path} has {ours[key]}. Give the cache it was trained from."
+                    f"{self.cache} has {ours[key]}. Give the cache it was trained from."
                 )
 
 
@@ -130,7 +126,7 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def check_mask_token(config: DrafterConfig, cache: Cache) -> None:
+def check_mask_token(config: DrafterConfig, cache: Caches) -> None:
     """Refuse a mask token that the target does not have, or that text contains.
 
     Raises:
@@ -150,7 +146,7 @@ def check_mask_token(config: DrafterConfig, cache: Cache) -> None:
         )
 
 
-def require_unused_mask_token(config: DrafterConfig, cache: Cache) -> None:
+def require_unused_mask_token(config: DrafterConfig, cache: Caches) -> None:
     """Look for the mask token in the text of the first shards, before anything is trained.
 
     The samples of every micro-batch are looked at too; this finds a common token at once.
@@ -158,8 +154,9 @@ def require_unused_mask_token(config: DrafterConfig, cache: Cache) -> None:
     Raises:
         ConfigError: naming a sample that holds it.
     """
-    for shard_id in cache.shard_ids[:_MASK_SHARDS]:
-        reader = cache.shard(shard_id)
+    shards = ((part, shard_id) for part in cache.parts for shard_id in part.shard_ids)
+    for part, shard_id in islice(shards, _MASK_SHARDS):
+        reader = part.shard(shard_id)
         found = np.flatnonzero(reader.arrays["token_ids"] == config.mask_token_id)
         if len(found):
             offsets = reader.arrays["sample_offsets"]
@@ -169,8 +166,27 @@ def require_unused_mask_token(config: DrafterConfig, cache: Cache) -> None:
             )
 
 
-def read_target_config(cache: Cache) -> dict[str, Any]:
+def check_size(config: DrafterConfig, cache: Caches, device: torch.device) -> None:
+    """Refuse a drafter that cannot be held, before anything of that size is asked for.
+
+    Raises:
+        ConfigError: weights, gradients and AdamW's moments exceed the device's memory.
+    """
+    count = num_parameters(config, cache.spec.target.hidden_size, cache.spec.num_captured)
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if (needed := _BYTES_PER_PARAMETER * count) > memory:
+        raise ConfigError(
+            f"drafter: {count:,} parameters need {needed / 2**30:,.1f} GiB to be trained, {device} "
+            f"has {memory / 2**30:,.1f} GiB in all. Look at drafter.num_layers, intermediate_size, "
+            "num_heads and head_dim."
+        )
+
+
+def read_target_config(cache: Caches) -> dict[str, Any]:
     """The target's config.json as stored in the cache, the text part of it for wrappers."""
-    fields: dict[str, Any] = json.loads(cache.target_file("config.json"))
+    fields: dict[str, Any] = json.loads(cache.parts[0].target_file("config.json"))
     text: dict[str, Any] = fields.get("text_config", fields)
     return text

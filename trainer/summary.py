@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from shared.cache import Cache
 from shared.errors import RunError
+from trainer.caches import Caches, generations_of
 from trainer.checkpoint import newest_valid
 from trainer.run import Run
 
@@ -18,16 +18,16 @@ def summarize(run: Run, export: Path) -> dict[str, Any]:
     """
     config = run.config()
     snapshot = run.require_checkpoint()
-    cache = Cache(config.cache.path, generation=int(snapshot.cache["generation"]))
-    totals, raw = cache.manifest.totals, cache.spec.raw_bytes_per_token
+    cache = Caches(config.cache.paths, generations=generations_of(snapshot.cache))
+    num_tokens, raw = int(cache.index.num_tokens.sum()), cache.spec.raw_bytes_per_token
     evaluations = run.evaluations(snapshot.step)
     if not evaluations:
         raise RunError(f"{run.path}: no evaluation up to step {snapshot.step}. Run `make train`.")
     first, last = evaluations[0], evaluations[-1]
-    stored = totals.stored_bytes / max(totals.num_tokens, 1)
+    stored = cache.stored_bytes / max(num_tokens, 1)
     return {
-        "num_samples": totals.num_samples,
-        "num_tokens": totals.num_tokens,
+        "num_samples": len(cache.index),
+        "num_tokens": num_tokens,
         "bytes_per_token": stored,
         "raw_bytes_per_token": raw,
         "stored_over_raw": stored / raw,

@@ -49,7 +49,8 @@ from tests.test_cache_builder.stored import (
 )
 from tests.test_cache_builder.test_verify import flip
 from trainer.config import TrainConfig
-from trainer.train import Training, train
+from trainer.learner import Learner
+from trainer.train import train
 
 MakeBuild = Callable[..., BuildConfig]
 MakeTrain = Callable[..., TrainConfig]
@@ -298,16 +299,16 @@ def test_the_trainer_trains_on_and_a_run_from_before_is_told(
     make_case: Callable[..., Case], tiny_train: MakeTrain, tmp_path: Path
 ) -> None:
     case = make_case()
-    original, steps = Training._train_step, []
+    original, steps = Learner.train_step, []
 
-    def stopped(self: Training, *arguments: object) -> object:
+    def stopped(self: Learner, *arguments: object) -> object:
         steps.append(1)
         if len(steps) > 2:
             raise KeyboardInterrupt
         return original(self, *arguments)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Training, "_train_step", stopped)
+        patch.setattr(Learner, "train_step", stopped)
         with pytest.raises(KeyboardInterrupt):
             train(tiny_train(tmp_path / "old", case.path, steps=4))
     prune(case.config)

@@ -23,8 +23,9 @@ from shared.errors import RunError
 from shared.files import canonical_json, sha256_bytes, write_json
 from trainer.checkpoint import load, newest_valid, save
 from trainer.checkpoint_writer import CheckpointWriter
-from trainer.config import CheckpointConfig, OptimizerConfig
+from trainer.config import CheckpointConfig
 from trainer.optim import build_optimizer, learning_rate, scale_and_clip_, set_learning_rate
+from trainer.recipe import OptimizerConfig
 from trainer.snapshot import Snapshot, restore, take_snapshot
 
 CONFIG = OptimizerConfig(lr=0.05, weight_decay=0.1)

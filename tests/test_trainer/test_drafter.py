@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from trainer.anchors import build_blocks
 from trainer.attention import build_mask
-from trainer.config import DrafterConfig
 from trainer.drafter import Drafter
+from trainer.recipe import DrafterConfig
 
 HIDDEN, LAYERS_TAPPED, BLOCK, VOCABULARY = 24, 3, 4, 50
 CONFIG = DrafterConfig(

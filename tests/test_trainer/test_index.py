@@ -9,9 +9,9 @@ import pytest
 
 from cache_builder.build import build
 from cache_builder.config import BuildConfig
-from shared.cache import Cache
 from shared.errors import RunError
 from tests.conftest import conversations, write_jsonl
+from trainer.caches import Caches
 from trainer.config import CacheConfig
 from trainer.index import split_samples
 
@@ -19,14 +19,14 @@ MakeBuild = Callable[..., BuildConfig]
 
 
 def test_every_usable_sample_is_on_one_side(tiny_cache: Path) -> None:
-    cache = Cache(tiny_cache)
+    cache = Caches([tiny_cache])
     split = split_samples(cache, CacheConfig(path=tiny_cache, heldout_fraction=0.3))
     assert sorted([*split.train, *split.heldout]) == list(range(len(cache.index)))
     assert 4 <= len(split.heldout) <= 26  # 48 samples at 0.3: 14 expected
 
 
 def test_nothing_is_held_out_at_zero(tiny_cache: Path) -> None:
-    split = split_samples(Cache(tiny_cache), CacheConfig(path=tiny_cache, heldout_fraction=0.0))
+    split = split_samples(Caches([tiny_cache]), CacheConfig(path=tiny_cache, heldout_fraction=0.0))
     assert len(split.heldout) == 0
 
 
@@ -38,7 +38,7 @@ def test_appended_data_move_no_sample_and_duplicated_prompts_stay_together(
     config = CacheConfig(path=cache, heldout_fraction=0.3)
 
     def sides() -> dict[str, bool]:
-        opened = Cache(cache)
+        opened = Caches([cache])
         split = split_samples(opened, config)
         index = opened.index
         return {index.sample_id(int(i)): True for i in split.heldout} | {
@@ -53,7 +53,7 @@ def test_appended_data_move_no_sample_and_duplicated_prompts_stay_together(
     after = sides()
     assert len(after) == 96
     assert before.items() <= after.items()
-    index = Cache(cache).index
+    index = Caches([cache]).index
     by_prompt: dict[int, set[bool]] = {}
     for position in range(len(index)):
         key = int(index.split_keys[position])
@@ -63,19 +63,19 @@ def test_appended_data_move_no_sample_and_duplicated_prompts_stay_together(
 
 
 def test_sources_can_be_selected_and_unknown_ones_are_refused(tiny_cache: Path) -> None:
-    cache = Cache(tiny_cache)
+    cache = Caches([tiny_cache])
     config = CacheConfig(path=tiny_cache, heldout_fraction=0.0, sources=("odd",))
     split = split_samples(cache, config)
     assert len(split.train) == 16
     assert split.num_other_sources == 32
-    tags = {cache.manifest.sources[i] for i in cache.index.source[split.train]}
+    tags = {cache.sources[i] for i in cache.index.source[split.train]}
     assert tags == {"odd"}
     with pytest.raises(RunError, match=r"\['third'\].*even"):
         split_samples(cache, replace(config, sources=("odd", "third")))
 
 
 def test_samples_without_an_anchor_are_counted_not_trained(tiny_cache: Path) -> None:
-    cache = Cache(tiny_cache)
+    cache = Caches([tiny_cache])
     num_anchors = cache.index.num_anchors.copy()
     num_anchors[[3, 17]] = 0
     object.__setattr__(cache.index, "num_anchors", num_anchors)
@@ -86,7 +86,7 @@ def test_samples_without_an_anchor_are_counted_not_trained(tiny_cache: Path) -> 
 
 
 def test_only_held_out_samples_leave_nothing_to_train_on(tiny_cache: Path) -> None:
-    cache = Cache(tiny_cache)
+    cache = Caches([tiny_cache])
     index = cache.index
     object.__setattr__(index, "split_keys", np.zeros_like(index.split_keys))
     with pytest.raises(RunError, match="48 held out"):

@@ -16,20 +16,22 @@ from shared.errors import ShardCorruptError
 from tests.test_shared.made import make_cache, make_spec
 from trainer.anchors import draw_anchors
 from trainer.batch import Batch, Features, collate
-from trainer.config import AnchorConfig, LoaderConfig, SamplerConfig
+from trainer.caches import Caches
+from trainer.config import LoaderConfig, SamplerConfig
 from trainer.loader import Loader
+from trainer.recipe import AnchorConfig
 from trainer.sampler import PlannedBatch, iterate
 
 SAMPLER = SamplerConfig(tokens_per_batch=512, num_buckets=3)
 
 
-def planned(cache: Cache, count: int, start: int = 0) -> Iterator[PlannedBatch]:
+def planned(cache: Caches, count: int, start: int = 0) -> Iterator[PlannedBatch]:
     stream = iterate(cache.index.num_tokens.astype(np.int64), SAMPLER, seed=1, start_batch=start)
     for _ in range(count):
         yield next(stream)
 
 
-def load(cache: Cache, count: int, *, threads: int = 2, start: int = 0) -> list[Batch]:
+def load(cache: Caches, count: int, *, threads: int = 2, start: int = 0) -> list[Batch]:
     with Loader(
         cache,
         np.arange(len(cache.index)),
@@ -56,7 +58,7 @@ def same(left: Batch, right: Batch) -> bool:
 def test_a_row_holds_whole_samples_with_their_own_states_positions_and_anchors(
     tiny_cache: Path,
 ) -> None:
-    cache = Cache(tiny_cache)
+    cache = Caches([tiny_cache])
     features = Features(cache, torch.device("cpu"))
     positions = {cache.index.sample_id(i): i for i in range(len(cache.index))}
     for batch in load(cache, 20):
@@ -101,14 +103,14 @@ def test_samples_of_every_codec_lie_side_by_side(codec: Codec, tmp_path: Path) -
 
 
 def test_batches_do_not_depend_on_the_number_of_threads(tiny_cache: Path) -> None:
-    cache = Cache(tiny_cache)
+    cache = Caches([tiny_cache])
     one, four = load(cache, 30, threads=1), load(cache, 30, threads=4)
     assert len(one) == len(four) == 30
     assert all(same(a, b) for a, b in zip(one, four, strict=True))
 
 
 def test_a_loader_started_later_continues_the_same_stream(tiny_cache: Path) -> None:
-    cache = Cache(tiny_cache)
+    cache = Caches([tiny_cache])
     whole = load(cache, 30)
     assert all(same(a, b) for a, b in zip(whole[17:], load(cache, 13, start=17), strict=True))
 
@@ -117,7 +119,7 @@ def test_a_slow_sample_holds_up_its_own_batch_only(
     tiny_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While one thread is stuck, the other fills the queue behind it; order is kept."""
-    cache = Cache(tiny_cache)
+    cache = Caches([tiny_cache])
     expected = load(cache, 8)
     slow = next(iter(planned(cache, 1))).sample[0]
     release = threading.Event()
@@ -149,7 +151,7 @@ def test_a_slow_sample_holds_up_its_own_batch_only(
 
 
 def test_the_queue_is_bounded(tiny_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = Cache(tiny_cache)
+    cache = Caches([tiny_cache])
     count = 0
 
     def stream() -> Iterator[PlannedBatch]:
@@ -185,11 +187,11 @@ def test_a_damaged_sample_stops_the_loader_with_its_place(tiny_cache: Path, tmp_
     data[len(data) // 2] ^= 4
     states.write_bytes(data)
     with pytest.raises(ShardCorruptError, match=rf"shard {states.parents[4].name}"):
-        load(Cache(copy), 40)
+        load(Caches([copy]), 40)
 
 
 def test_outliers_move_with_their_sample_in_the_row(tiny_cache: Path) -> None:
-    cache = Cache(tiny_cache)
+    cache = Caches([tiny_cache])
     samples = [cache.read(0), cache.read(1)]
     spiked = []
     for sample in samples:

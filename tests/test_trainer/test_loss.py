@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.config import LossConfig
 from trainer.loss import (
     BlockLoss,
     WeighFunction,
@@ -20,6 +19,7 @@ from trainer.loss import (
     slot_weights,
     weighing,
 )
+from trainer.recipe import LossConfig
 
 A, K, D, V = 7, 5, 8, 23
 DECAY = partial(decay_weights, slot_weight_K=slot_weights(K, 3.0))

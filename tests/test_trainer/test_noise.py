@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainer.config import NoiseConfig
 from trainer.noise import add_noise, noise_scale
+from trainer.recipe import NoiseConfig
 
 
 def features(*, num_tokens: int = 1000, dtype: torch.dtype = torch.float32) -> Tensor:

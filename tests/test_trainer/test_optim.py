@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from trainer.config import OptimizerConfig
 from trainer.optim import (
     build_optimizer,
     describe,
@@ -14,6 +13,7 @@ from trainer.optim import (
     scale_and_clip_,
     set_learning_rate,
 )
+from trainer.recipe import OptimizerConfig
 
 
 def drafter() -> nn.Module:

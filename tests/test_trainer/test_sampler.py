@@ -8,15 +8,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trainer.config import SamplerConfig
-from trainer.sampler import (
-    EpochPlan,
-    bucket_edges,
-    epoch_batches,
-    interleave,
-    iterate,
-    order_report,
-    window_kl,
-)
+from trainer.interleave import interleave
+from trainer.order import order_report, window_kl
+from trainer.sampler import EpochPlan, bucket_edges, epoch_batches, iterate
 
 SHARES = (0.05, 0.08, 0.10, 0.11, 0.14, 0.52)
 """Shares of the six length buckets in a real run, the largest being the one that can run."""
@@ -167,6 +161,40 @@ def test_mix_of_a_packed_epoch_is_proportional_over_its_boundary() -> None:
     assert window_deviation(label, 32) < 2
 
 
+def test_the_plan_of_the_run_with_shares_as_in_the_wild_keeps_all_its_promises() -> None:
+    """15,000 micro-batches of six buckets: coverage, budget and mix, also over an epoch's end."""
+    edges = (0, 770, 1216, 1728, 2432, 3296, 8192)
+    budget = 8192
+    rng = np.random.default_rng(0)
+    parts = []
+    for low, high, share in zip(edges, edges[1:], SHARES, strict=False):
+        length = rng.integers(low + (high - low) // 2, high + 1, 15_000 * 8)
+        full = np.searchsorted(np.cumsum(length), share * 15_000 * budget * 0.95)
+        parts.append(length[: max(full, 1)])
+    length = rng.permutation(np.concatenate(parts))
+    config = SamplerConfig(tokens_per_batch=budget, bucket_edges=edges)
+    plans = [epoch_batches(length, config, seed=0, epoch=epoch) for epoch in range(2)]
+    for plan in plans:
+        assert np.array_equal(np.sort(plan.sample), np.arange(len(length)))
+        assert np.add.reduceat(length[plan.sample], plan.offset[:-1]).max() <= budget
+    label = np.concatenate([plan.bucket for plan in plans])
+    share = np.bincount(label) / len(label)
+    bound = 2 - 1 / (len(SHARES) - 1)
+    # Both epochs have the same shares but for a few micro-batches, which the window must bear.
+    drift = max(abs(np.bincount(plan.bucket) / len(plan) - share).max() for plan in plans)
+    for window in (1, 2, 3, 5, 8, 16, 32, 64, 128, 256):
+        assert window_deviation(label, window) <= bound + 2 * drift * window
+        boundary = label[len(plans[0]) - window : len(plans[0]) + window]
+        assert window_deviation(boundary, window) < 2 * bound
+    assert longest_run(label) <= bound / (1 - share.max() - drift)
+    end = len(plans[0])
+    for start in (end - 1, end, end + 1):
+        resumed = next(iterate(length, config, seed=0, start_batch=start))
+        epoch, position = divmod(start, end)
+        assert (resumed.epoch, resumed.position) == (epoch, position)
+        assert np.array_equal(resumed.sample, plans[epoch].batch(position))
+
+
 def test_order_of_the_buckets_differs_between_epochs() -> None:
     count = np.round(np.array(SHARES) * 1000).astype(int)
     epochs = [interleave(count, np.random.default_rng((0, epoch))) for epoch in range(8)]
@@ -265,9 +293,8 @@ def test_refuses_samples_that_fit_no_batch(length: list[int], message: str) -> N
 
 
 def test_refuses_a_single_edge_and_a_negative_start() -> None:
-    config = SamplerConfig(tokens_per_batch=100, bucket_edges=(7,))
-    with pytest.raises(ValueError, match="a lower and an upper edge"):
-        bucket_edges(np.array([1]), config)
+    with pytest.raises(ValueError, match=r"lower and an upper edge, got \[7\]"):
+        SamplerConfig(tokens_per_batch=100, bucket_edges=(7,))
     with pytest.raises(ValueError, match="start_batch must not be negative, got -1"):
         next(iterate(np.array([1]), SamplerConfig(tokens_per_batch=9), seed=0, start_batch=-1))
 

@@ -1,10 +1,13 @@
 """A run does what its configuration says, can be killed at any moment, and refuses to lie."""
 
 import json
+import math
 import multiprocessing
 import os
 import random
+import resource
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +22,7 @@ from trainer import config as training
 from trainer.checkpoint import load, newest_valid
 from trainer.config import TrainConfig
 from trainer.run import Run
-from trainer.train import Training, start_afresh, train
+from trainer.train import Training, train
 
 MakeTrain = Callable[..., TrainConfig]
 
@@ -42,11 +45,18 @@ def final_weights(run: Path) -> dict[str, torch.Tensor]:
 def test_a_run_writes_one_line_per_step_and_ends_with_a_checkpoint(
     tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path
 ) -> None:
-    train(tiny_train(tmp_path, tiny_cache, steps=5))
+    config = tiny_train(tmp_path, tiny_cache, steps=5)
+    train(config)
     lines = metrics(tmp_path)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert all(line["train/loss"] > 0 for line in lines)
     assert lines[-1]["heldout/tau_walk"] >= 1.0
+    for line in lines:
+        assert 0 <= line["data/queue_depth"] <= config.loader.queue_batches
+        assert 0 <= line["data/wait_share"] <= 1
+    assert lines[0]["data/queue_slope"] is None
+    assert all(math.isfinite(line["data/queue_slope"]) for line in lines[1:])
+    assert "data/queue_seconds_to_empty" in lines[-1]
     assert newest_valid(tmp_path) == tmp_path / "checkpoints" / "step-00000005"
     stored = json.loads((tmp_path / "config.json").read_text())
     assert stored["optimizer"]["betas"] == [0.9, 0.95]
@@ -69,18 +79,18 @@ def test_the_configured_recipe_is_on_the_live_objects(
 ) -> None:
     config = tiny_train(tmp_path, tiny_cache, steps=50, block_size=16)
     run = Training(config)
-    for group in run.optimizer.param_groups:
+    for group in run.learner.optimizer.param_groups:
         assert group["betas"] == (0.9, 0.95)
         assert group["eps"] == 1e-8
         assert group["weight_decay"] == 0.0
     supervised = torch.ones(1, 16, dtype=torch.bool)
     supervised[0, 0] = False
-    weights = run.weigh(torch.zeros(1, 16), supervised)
+    weights = run.learner.weigh(torch.zeros(1, 16), supervised)
     assert weights[0, 0] == 0.0
     assert weights[0, 1] == 1.0
     assert weights[0, 15].item() == pytest.approx(0.1353, abs=1e-4)  # gamma 7 at block 16
     batches = iter(run._loader())
-    rates = [run._train_step(batches)["train/lr"] for _ in range(4)]
+    rates = [run.learner.train_step(batches)["train/lr"] for _ in range(4)]
     assert rates[:2] == [3e-4, 6e-4]  # 4 % of 50 steps
     assert rates[1] > rates[2] > rates[3]
 
@@ -102,7 +112,7 @@ def test_only_the_drafter_is_optimized(
     assert torch.equal(run.session.head.embedding_VD, before[1])
     state = sum(
         value.numel()
-        for held in run.optimizer.state.values()
+        for held in run.learner.optimizer.state.values()
         for key, value in held.items()
         if key != "step"
     )
@@ -131,7 +141,7 @@ def test_the_loss_of_a_step_does_not_depend_on_how_it_is_split(
             forward = forward_blocks(
                 session.drafter, session.head, batch, session.features.unpack(batch), 3
             )
-            loss = batch_loss(forward, session.head, run.weigh, anchors_per_chunk=7)
+            loss = batch_loss(forward, session.head, run.learner.weigh, anchors_per_chunk=7)
             loss.loss_sum.backward()
             weight_sum += float(loss.weight_sum)
         scale_and_clip_(session.drafter.parameters(), weight_sum, 1e9)
@@ -224,6 +234,115 @@ def test_a_non_finite_step_never_reaches_the_weights(
     assert json.loads(written.read_text())["samples"] == list(calls[5].sample_ids)
 
 
+def poison(patch: pytest.MonkeyPatch, *steps: int, gradient_only: bool = False) -> None:
+    """Make the loss, or only its gradient, of optimizer steps not finite, counted from 1."""
+    from trainer import learner
+
+    batch_loss, calls = learner.batch_loss, []
+
+    def poisoned(*arguments: Any, **options: Any) -> Any:
+        loss = batch_loss(*arguments, **options)
+        calls.append(1)
+        if len(calls) in steps:
+            if gradient_only:
+                loss.loss_sum.register_hook(lambda grad: grad * torch.inf)
+            else:
+                loss = replace(loss, loss_sum=loss.loss_sum * torch.nan)
+        return loss
+
+    patch.setattr(learner, "batch_loss", poisoned)
+
+
+@pytest.mark.parametrize("gradient_only", [False, True])
+def test_after_a_non_finite_step_the_run_goes_on_from_the_step_before_it(
+    tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path, gradient_only: bool
+) -> None:
+    """Stopped at step 4, the first three are saved; told to skip, the same run goes on."""
+    checkpoint = training.CheckpointConfig(every_steps=100)
+    config = tiny_train(tmp_path, tiny_cache, steps=6, checkpoint=checkpoint)
+    with pytest.MonkeyPatch.context() as patch:
+        poison(patch, 4, gradient_only=gradient_only)
+        with pytest.raises(NonFiniteError, match=r"step 4.*train.on_nonfinite = 'skip'"):
+            train(config)
+    assert newest_valid(tmp_path) == tmp_path / "checkpoints" / "step-00000003"
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3]
+    before = final_weights(tmp_path)
+    skip = replace(config.train, on_nonfinite="skip", max_nonfinite_steps=1, steps=6)
+    with pytest.MonkeyPatch.context() as patch:
+        poison(patch, 1, 3, gradient_only=gradient_only)  # steps 4 and 6, one too many
+        with pytest.raises(NonFiniteError, match="1 steps were left out before it"):
+            train(replace(config, train=skip))
+    lines = metrics(tmp_path)
+    assert [line["train/nonfinite_steps"] for line in lines] == [0, 0, 0, 1, 1]
+    assert lines[3]["train/grad_norm"] is None
+    weights = final_weights(tmp_path)
+    assert all(value.isfinite().all() for value in weights.values())
+    assert not all(torch.equal(before[name], weights[name]) for name in before)
+    for step in (4, 6):
+        written = json.loads((tmp_path / f"nonfinite-{step:08d}.json").read_text())
+        assert written["samples"]
+    assert (
+        json.loads((tmp_path / "nonfinite-00000004.json").read_text())["samples"]
+        == (lines[3]["train/samples"])
+    )
+
+
+def test_a_step_whose_weights_all_vanish_is_left_out(
+    tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path
+) -> None:
+    """`dpace` with alpha 0 weighs by probabilities, and these can round to zero."""
+    config = tiny_train(tmp_path, tiny_cache, steps=2)
+    config = replace(config, train=replace(config.train, on_nonfinite="skip"))
+    run = Training(config)
+    before = {name: p.detach().clone() for name, p in run.session.drafter.named_parameters()}
+    run.learner.weigh = lambda ce_AK, supervised_AK: torch.zeros_like(ce_AK)
+    run.train()
+    assert metrics(tmp_path)[-1]["train/nonfinite_steps"] == 2
+    assert all(torch.equal(before[n], p) for n, p in run.session.drafter.named_parameters())
+
+
+@pytest.mark.parametrize("is_freed", [True, False])
+def test_a_full_disk_costs_checkpoints_until_there_are_too_many(
+    tiny_train: MakeTrain,
+    tiny_cache: Path,
+    tmp_path: Path,
+    is_freed: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Files are limited to less than a checkpoint from step 3 on, and freed after step 6."""
+    checkpoint = training.CheckpointConfig(every_steps=2, max_failures=3)
+    evaluating = training.EvaluateConfig(every_steps=4, max_samples=2, tree_budgets=(4,))
+    config = tiny_train(tmp_path, tiny_cache, steps=12, checkpoint=checkpoint, evaluate=evaluating)
+    run = Training(config)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    train_step = run.learner.train_step
+
+    def limited(batches: Any) -> dict[str, Any]:
+        if run.step == 3:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        if run.step == 7 and is_freed:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        time.sleep(0.05)  # a save is done before the next one
+        return train_step(batches)
+
+    run.learner.train_step = limited  # type: ignore[method-assign]
+    try:
+        if is_freed:
+            run.train()
+        else:
+            with pytest.raises(RunError, match="3 checkpoints in a row could not be written"):
+                run.train()
+            assert newest_valid(tmp_path) == tmp_path / "checkpoints" / "step-00000002"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "checkpoint of step 4 was not written" in caplog.text
+    if not is_freed:
+        assert 8 <= run.step < 12
+        assert train(config) is None
+    assert newest_valid(tmp_path) == tmp_path / "checkpoints" / "step-00000012"
+    assert [line["step"] for line in metrics(tmp_path)] == list(range(1, 13))
+
+
 def test_resuming_with_another_recipe_is_refused_naming_the_key(
     tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path
 ) -> None:
@@ -234,7 +353,7 @@ def test_resuming_with_another_recipe_is_refused_naming_the_key(
         train(changed)
     # What does not touch learning may change.
     train(replace(config, loader=training.LoaderConfig(num_threads=1)))
-    start_afresh(Run(tmp_path))
+    Run(tmp_path).start_afresh()
     train(changed)
     assert len(metrics(tmp_path)) == 2
 
@@ -295,14 +414,14 @@ def test_a_run_stays_with_the_generation_it_started_from(
     train(tiny_train(straight, cache, steps=8))
     half = Training(tiny_train(resumed, cache, steps=8))
     half.config = replace(half.config, train=replace(half.config.train, steps=8))
-    stop = half._train_step
+    stop = half.learner.train_step
 
     def stopping(batches: Any) -> dict[str, Any]:
         if half.step == 5:
             raise KeyboardInterrupt
         return stop(batches)
 
-    half._train_step = stopping  # type: ignore[method-assign]
+    half.learner.train_step = stopping  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         half.train()
     more = write_jsonl(tmp_path / "more.jsonl", conversations(range(50, 70)))
@@ -323,8 +442,10 @@ def test_another_cache_of_the_same_kind_is_not_resumed_from(
     build(tiny_build(other, data=[write_jsonl(tmp_path / "o.jsonl", conversations(range(60, 90)))]))
     train(tiny_train(tmp_path / "run", tiny_cache, steps=2))
     config = tiny_train(tmp_path / "run", other, steps=2)
+    before = (tmp_path / "run" / "config.json").read_bytes()
     with pytest.raises(CacheIncompatibleError, match="index_sha256"):
         train(config)
+    assert (tmp_path / "run" / "config.json").read_bytes() == before
 
 
 def test_a_foreign_directory_is_not_taken_for_a_run(
@@ -337,7 +458,7 @@ def test_a_foreign_directory_is_not_taken_for_a_run(
     before = (target / "config.json").read_bytes()
     for attempt in (
         lambda: train(tiny_train(target, tiny_cache)),
-        lambda: start_afresh(Run(target)),
+        Run(target).start_afresh,
     ):
         with pytest.raises(RunError, match="not a run and not empty"):
             attempt()

@@ -1,0 +1,71 @@
+"""What a run says before its first step: settings, optimizer, cache, split and order."""
+
+import logging
+
+import torch
+
+from shared import config as configs
+from shared.errors import ConfigError
+from trainer.optim import describe
+from trainer.order import OrderReport, order_report
+from trainer.sampler import epoch_batches
+from trainer.session import Session
+
+logger = logging.getLogger(__name__)
+
+_FEW_HELDOUT = 10
+
+
+def measure_order(session: Session) -> OrderReport:
+    """What the first epoch's order looks like.
+
+    Raises:
+        ConfigError: the samples cannot be put in order with these settings.
+    """
+    config = session.config
+    lengths = session.cache.index.num_tokens[session.split.train].astype("int64")
+    try:
+        plan = epoch_batches(lengths, config.sampler, seed=config.train.seed, epoch=0)
+    except ValueError as error:
+        raise ConfigError(f"sampler: {error}") from None
+    return order_report(plan, lengths)
+
+
+def announce(session: Session, optimizer: torch.optim.Optimizer, order: OrderReport) -> None:
+    """Log everything that is in force."""
+    config, spec, split = session.config, session.cache.spec, session.split
+    for key, value in configs.flatten(configs.to_dict(config)).items():
+        logger.info("%s = %s", key, value)
+    if config.loss.kind == "decay":
+        logger.info("gamma in force: %g", config.loss.resolve_gamma(config.drafter.block_size))
+    logger.info("optimizer: %s", describe(optimizer))
+    for part in session.cache.parts:
+        logger.info(
+            "cache %s, generation %d: %d samples of %s",
+            part.path,
+            part.manifest.generation,
+            len(part.index),
+            ", ".join(part.manifest.sources),
+        )
+    logger.info(
+        "fingerprint %s; target %s in %s, blocks %s",
+        spec.fingerprint[:16],
+        spec.target.model_type,
+        spec.target.dtype,
+        list(spec.target_layer_ids),
+    )
+    logger.info(
+        "%d samples to train on, %d held out, %d of other sources, %d without an anchor, "
+        "%d repeated",
+        len(split.train),
+        len(split.heldout),
+        split.num_other_sources,
+        split.num_without_anchor,
+        split.num_repeated,
+    )
+    if len(split.heldout) < _FEW_HELDOUT:
+        logger.warning(
+            "only %d held-out samples: acceptance will mean little. Raise cache.heldout_fraction.",
+            len(split.heldout),
+        )
+    logger.info("order: %s", order)

@@ -1,0 +1,127 @@
+"""The caches of a run: one, or several of one fingerprint, read as if they were one."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from shared import config as configs
+from shared.cache import Cache
+from shared.codec import Calibration
+from shared.errors import CacheError, CacheIncompatibleError, DraftCacheError
+from shared.head import Head
+from shared.index import SampleIndex
+from shared.shard import StoredSample
+
+
+class Caches:
+    """Caches of one fingerprint. Positions count through all of them, in order. Thread-safe.
+
+    Attributes:
+        spec, codec: the same for all.
+        index: of all samples; `source` refers to `sources`, `shard` to the cache's own shards.
+        sources: tags of all caches.
+    """
+
+    def __init__(self, paths: Sequence[Path], *, generations: Sequence[int] | None = None) -> None:
+        """Open the newest generations, or the ones given, one for each path.
+
+        Raises:
+            CacheError: one is missing, damaged or of another version; or the path is no place.
+            CacheIncompatibleError: they hold states of different kinds: names what differs.
+        """
+        if generations is not None and len(generations) != len(paths):
+            raise CacheIncompatibleError(
+                f"{', '.join(map(str, paths))}: {len(paths)} caches, the run was started from "
+                f"{len(generations)}. Give the same ones in the same order."
+            )
+        wanted: Sequence[int | None] = generations or [None] * len(paths)
+        self.parts = [_open(path, number) for path, number in zip(paths, wanted, strict=True)]
+        first = self.parts[0]
+        for part in self.parts[1:]:
+            _require_same_kind(first, part)
+        self.spec, self.codec = first.spec, first.codec
+        tags = {tag for part in self.parts for tag in part.manifest.sources}
+        self.sources = list(first.manifest.sources) if len(self.parts) == 1 else sorted(tags)
+        self.index = SampleIndex.concatenate(self._renamed(part) for part in self.parts)
+        self._begin = np.cumsum([0, *(len(part.index) for part in self.parts)])
+        self._home: dict[str | None, Cache] = {None: first}
+        """Where each calibration met so far is stored."""
+
+    def __str__(self) -> str:
+        return ", ".join(str(part.path) for part in self.parts)
+
+    def _renamed(self, part: Cache) -> SampleIndex:
+        numbers = np.array([self.sources.index(tag) for tag in part.manifest.sources], np.int16)
+        return replace(part.index, source=numbers[part.index.source])
+
+    def read(self, position: int) -> StoredSample:
+        """The sample at `position` of the index: see `Cache.read`."""
+        number = int(np.searchsorted(self._begin, position, side="right")) - 1
+        part = self.parts[number]
+        sample = part.read(position - int(self._begin[number]))
+        self._home.setdefault(sample.calibration, part)
+        return sample
+
+    def calibration(self, name: str | None) -> Calibration | None:
+        """The quantiser's channels that a sample read from here names."""
+        return self._home[name].calibration(name)
+
+    def unpack(self, sample: StoredSample) -> torch.Tensor:
+        """States of `sample`, bfloat16 [T, L, D]."""
+        return self.codec.unpack(sample.packed, self.calibration(sample.calibration))
+
+    def head(self) -> Head:
+        """The frozen tensors of the target."""
+        return self.parts[0].head()
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(part.manifest.totals.stored_bytes for part in self.parts)
+
+    def describe(self) -> dict[str, Any]:
+        """What a checkpoint remembers. Of several caches, lists of what differs between them."""
+        return {
+            "fingerprint": self.spec.fingerprint,
+            "generation": _one_or_all([part.manifest.generation for part in self.parts]),
+            "index_sha256": _one_or_all([part.manifest.index.sha256 for part in self.parts]),
+            "target_layer_ids": list(self.spec.target_layer_ids),
+            "hidden_size": self.spec.target.hidden_size,
+        }
+
+
+def generations_of(remembered: dict[str, Any]) -> list[int]:
+    """The generations in what `Caches.describe` gave."""
+    found = remembered["generation"]
+    return [int(number) for number in (found if isinstance(found, list) else [found])]
+
+
+def _one_or_all(values: list[Any]) -> Any:
+    return values[0] if len(values) == 1 else values
+
+
+def _require_same_kind(first: Cache, other: Cache) -> None:
+    names = (f"in {first.path}", f"in {other.path}")
+    lines = configs.differences(first.spec.to_dict(), other.spec.to_dict(), names)
+    if first.description["head_sha256"] != other.description["head_sha256"]:
+        lines.append("head.safetensors: not the same tensors")
+    if lines:
+        raise CacheIncompatibleError(
+            f"cache.path: the caches hold states of different kinds ({'; '.join(lines)}). Train "
+            "from caches of one kind."
+        )
+
+
+def _open(path: Path, generation: int | None) -> Cache:
+    try:
+        return Cache(path, generation=generation)
+    except DraftCacheError:
+        raise
+    except OSError as error:
+        raise CacheError(
+            f"{path}: cannot be read ({os.strerror(error.errno or 0)}). Look at cache.path."
+        ) from error

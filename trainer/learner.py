@@ -1,0 +1,149 @@
+"""What learns: the drafter with its optimizer, one optimizer step at a time."""
+
+import logging
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from shared import config as configs
+from shared.errors import NonFiniteError
+from trainer.batch import Batch, require_no_mask_token
+from trainer.drafter import fit_start_
+from trainer.loss import weighing
+from trainer.noise import add_noise, noise_scale
+from trainer.optim import build_optimizer, learning_rate, scale_and_clip_, set_learning_rate
+from trainer.run import Run
+from trainer.session import Session
+from trainer.snapshot import Snapshot, restore, take_snapshot
+from trainer.step import autocast, batch_loss, forward_blocks
+from trainer.totals import StepTotals
+
+logger = logging.getLogger(__name__)
+
+
+class Learner:
+    """The drafter of a session while it is trained.
+
+    Attributes:
+        step: optimizer steps done.
+        num_nonfinite: steps left out among them, because their loss or gradient was not finite.
+    """
+
+    def __init__(self, session: Session, run: Run) -> None:
+        self.config = session.config
+        self.session = session
+        self.run = run
+        self.optimizer = build_optimizer(session.drafter.named_parameters(), self.config.optimizer)
+        self.weigh = weighing(self.config.loss, self.config.drafter.block_size, session.device)
+        self.step = 0
+        self.num_nonfinite = 0
+
+    def fit_start(self) -> None:
+        """Fit the first weights to the target, where the configuration asks for it."""
+        if self.config.drafter.fitted_start:
+            head = self.session.head.lm_head_VD
+            fit_start_(self.session.drafter, head, self.session.channel_rms())
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go on from `snapshot`.
+
+        Raises:
+            RunError: it does not fit the configuration.
+        """
+        restore(snapshot, self.session.drafter, self.optimizer)
+        self.step = snapshot.step
+        self.num_nonfinite = snapshot.state["nonfinite_steps"]
+
+    def snapshot(self, score: float | None, state: dict[str, Any]) -> Snapshot:
+        """All of this in host memory, and what the loop must remember as well."""
+        return take_snapshot(
+            step=self.step,
+            batch_position=self.step * self.config.train.batches_per_step,
+            drafter=self.session.drafter,
+            optimizer=self.optimizer,
+            config=configs.to_dict(self.config),
+            cache=self.session.cache.describe(),
+            state={"nonfinite_steps": self.num_nonfinite, **state},
+            score=score,
+        )
+
+    def train_step(self, batches: Iterator[Batch]) -> dict[str, Any]:
+        """Take the next optimizer step from `batches`; returns its metrics.
+
+        Raises:
+            NonFiniteError: loss or gradient is not finite and the policy says stop. The weights,
+                and `step`, are those before it.
+        """
+        config, session = self.config, self.session
+        lr = learning_rate(self.step, config.train.steps, config.optimizer)
+        set_learning_rate(self.optimizer, lr)
+        scale = noise_scale(self.step, config.noise)
+        generator = torch.Generator(session.device).manual_seed(
+            (config.train.seed << 32) + self.step
+        )
+        totals = StepTotals(config.drafter.block_size, session.device)
+        for _ in range(config.train.batches_per_step):
+            batch = next(batches)
+            require_no_mask_token(batch, config.drafter.mask_token_id)
+            batch = batch.to(session.device)
+            features_SLD = add_noise(session.features.unpack(batch), scale, generator)
+            if config.train.zero_features:
+                features_SLD = torch.zeros_like(features_SLD)
+            with autocast(session.device, config.train.compute_dtype):
+                forward = forward_blocks(
+                    session.drafter,
+                    session.head,
+                    batch,
+                    features_SLD,
+                    config.drafter.mask_token_id,
+                )
+            loss = batch_loss(
+                forward,
+                session.head,
+                self.weigh,
+                anchors_per_chunk=config.loss.anchors_per_chunk,
+            )
+            loss.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            totals.add(batch, forward, loss)
+        grad_norm = math.nan
+        if totals.weight_sum > 0:  # weights of `dpace` can all vanish
+            grad_norm = scale_and_clip_(
+                session.drafter.parameters(), totals.weight_sum, config.optimizer.max_grad_norm
+            )
+        if math.isfinite(totals.loss_sum) and math.isfinite(grad_norm):
+            self.optimizer.step()
+        else:
+            self._refuse_step(totals, grad_norm)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        return totals.metrics() | {
+            "train/grad_norm": grad_norm,
+            "train/lr": lr,
+            "train/noise_scale": scale,
+            "train/nonfinite_steps": self.num_nonfinite,
+        }
+
+    def _refuse_step(self, totals: StepTotals, grad_norm: float) -> None:
+        """Write down the samples of a step that must not reach the weights; stop or go on."""
+        path = self.run.write_nonfinite(
+            self.step + 1, totals.loss_sum, grad_norm, totals.sample_ids
+        )
+        message = (
+            f"step {self.step + 1}: loss {totals.loss_sum}, gradient norm {grad_norm}; the step "
+            f"was not applied, its samples are in {path}"
+        )
+        settings = self.config.train
+        if settings.on_nonfinite == "stop":
+            raise NonFiniteError(
+                f"{message}. Look at them; to leave such steps out, set train.on_nonfinite = "
+                "'skip' and run the same command again."
+            )
+        if self.num_nonfinite >= settings.max_nonfinite_steps:
+            raise NonFiniteError(
+                f"{message}. {self.num_nonfinite} steps were left out before it, as many as "
+                "train.max_nonfinite_steps allows. Look at the samples, or raise the limit."
+            )
+        self.num_nonfinite += 1
+        logger.warning("%s (%d so far)", message, self.num_nonfinite)

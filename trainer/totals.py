@@ -1,0 +1,57 @@
+"""What one optimizer step adds up over its micro-batches."""
+
+from typing import Any
+
+import torch
+
+from trainer.batch import Batch
+from trainer.loss import BlockLoss
+from trainer.step import Forward
+
+
+class StepTotals:
+    """Sums over the micro-batches of one optimizer step.
+
+    Attributes:
+        loss_sum: weighted cross-entropy, nats.
+        weight_sum: the loss weights; what the gradients are divided by.
+        sample_ids: of all micro-batches, in order.
+    """
+
+    def __init__(self, block_size: int, device: torch.device) -> None:
+        self.loss_sum = 0.0
+        self.weight_sum = 0.0
+        self.sample_ids: list[str] = []
+        self._num_tokens = 0
+        self._num_anchors = 0
+        self._buckets: list[int] = []
+        self._epoch = 0
+        self._correct_K = torch.zeros(block_size, device=device)
+        self._counted_K = torch.zeros_like(self._correct_K)
+
+    def add(self, batch: Batch, forward: Forward, loss: BlockLoss) -> None:
+        """Count one micro-batch. Waits for the device."""
+        self.loss_sum += float(loss.loss_sum.detach())
+        self.weight_sum += float(loss.weight_sum)
+        self.sample_ids += batch.sample_ids
+        self._num_tokens += batch.num_tokens
+        self._num_anchors += len(batch.anchor_A)
+        self._buckets.append(batch.bucket)
+        self._epoch = batch.epoch
+        self._correct_K += loss.correct_AK.sum(0)
+        self._counted_K += forward.blocks.supervised_AK.sum(0)
+
+    def metrics(self) -> dict[str, Any]:
+        """The step's metrics so far; NaN, and so null, for a slot that was not counted."""
+        per_slot = (self._correct_K / self._counted_K).tolist()
+        return {
+            "train/loss": self.loss_sum / self.weight_sum if self.weight_sum else float("nan"),
+            "train/accuracy": float(self._correct_K.sum() / self._counted_K.sum().clamp_min(1)),
+            "train/accuracy_per_slot": per_slot[1:],
+            "train/weight_sum": self.weight_sum,
+            "train/tokens": self._num_tokens,
+            "train/anchors": self._num_anchors,
+            "train/epoch": self._epoch,
+            "train/buckets": self._buckets,
+            "train/samples": self.sample_ids,
+        }
