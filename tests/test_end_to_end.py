@@ -75,7 +75,7 @@ def answers(target: Any, target_dir: Path) -> list[tuple[list[int], list[int]]]:
         key=lambda messages: len(messages[0]["content"]),
     )
     pairs = []
-    for messages in prompts[20 : 20 + NUM_PROMPTS]:
+    for messages in prompts[15 : 15 + NUM_PROMPTS]:
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
         with torch.inference_mode():
             out = target.generate(torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False)
@@ -130,7 +130,7 @@ def run(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
             ),
             anchors=training.AnchorConfig(per_sample=16),
             optimizer=training.OptimizerConfig(lr=2e-3),
-            train=training.StepConfig(steps=75, device="cpu"),
+            train=training.StepConfig(steps=80, device="cpu"),
             evaluate=training.EvaluateConfig(every_steps=0, tree_budgets=(8,)),
             checkpoint=training.CheckpointConfig(every_steps=1000),
         )

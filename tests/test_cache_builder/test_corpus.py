@@ -401,7 +401,7 @@ def test_damaged_gzip_is_refused(template: ChatTemplate, tmp_path: Path) -> None
 def test_demo_data_is_whole_for_the_demo_target(target_dir: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(target_dir)
     demo = Path(cache_builder.__file__).parent / "data" / "demo.jsonl"
-    assert demo.stat().st_size <= 700_000
+    assert demo.stat().st_size <= 2_000_000
     reader = read(ChatTemplate(tokenizer, {}), str(demo), vocab_size=49152, max_length=1024)
     samples = list(reader)
     report = reader.report

@@ -256,7 +256,7 @@ def test_the_trainer_trains_on_two_calibrations(
     ("change", "field"),
     [
         pytest.param({"layer_ids": (0, 1)}, r"target_layer_ids: \[0, 1\] there, \[0, 2\] here"),
-        pytest.param({"preset": "lossless"}, "codec.name"),
+        pytest.param({"preset": "lossless"}, r"codec\.preset"),
         pytest.param({"max_length": 200}, "data.max_length: 200 there, 256 here"),
     ],
 )

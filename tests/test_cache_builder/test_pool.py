@@ -311,6 +311,7 @@ def test_the_number_of_workers(
     expected: int,
 ) -> None:
     (tmp_path / "model.safetensors").write_bytes(bytes(1_000_000))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(devices, "num_cores", lambda: 8)
     monkeypatch.setattr(devices, "available_bytes", lambda: int(free_gb * 1.1e9))
     picked = devices.pick_devices(config, num_shards=shards, target_path=tmp_path)

@@ -321,7 +321,7 @@ def test_a_sample_in_two_shards_is_left_in_one(make_case: Callable[..., Case]) -
     case = make_case()
     cache = Cache(case.path)
     record = cache.record(case.thinned[0])
-    selection = Selection(LocalStorage(case.path), record, np.arange(2), 1)
+    selection = Selection(LocalStorage(case.path), record, np.arange(2), 1, {})
     plan = plan_selections(case.path, [selection], cache.spec, "test")
     write_selection(case.path, selection, cache.spec, plan, plan.shard_ids[0])
     assert publish(case.path, cache.spec).totals.num_samples == len(case.before) + 2
