@@ -23,9 +23,15 @@ ifeq ($(CONFIG),demo)
 TARGET := $(DEMO)
 endif
 
+# Paths reach the recipes through the environment: they may hold spaces and quotes.
+export CACHE RUN CACHE_CONFIG TRAIN_CONFIG
+
 comma := ,
-cache_options := --config $(CACHE_CONFIG) --set 'cache.path=$(CACHE)'
+cache_options := --config "$$CACHE_CONFIG" --set "cache.path=$$CACHE"
 ifneq ($(DATA),)
+ifneq ($(findstring ',$(DATA))$(findstring ",$(DATA)),)
+$(error DATA: paths with quotes go into data.sources of a TOML file, CONFIG=own.toml)
+endif
 cache_options += --set 'data.sources=[$(patsubst %,"%"$(comma),$(DATA))]'
 endif
 ifneq ($(WORKERS),)
@@ -66,17 +72,24 @@ $(DEMO): | $(VENV)/installed
 cache: $(VENV)/installed $(TARGET) ## Build the cache: resume it, or add what is new in the data
 	$(BIN)/python -m cache_builder build $(cache_options) $(overrides)
 
-$(CACHE)/manifest.json: | $(VENV)/installed $(TARGET)
+# A cache that is there is used as it is, unless DATA says what shall be in it.
+.PHONY: cache-to-train-from
 ifeq ($(suffix $(CONFIG)),.toml)
-	@echo "Error: $(CACHE): no cache here. Build it by 'make cache CONFIG=... CACHE=$(CACHE)'." >&2; exit 1
-else
+cache-to-train-from:
+	@test -z '$(DATA)' || { echo "Error: DATA belongs to the cache: 'make cache CONFIG=... DATA=...' with its own file." >&2; exit 1; }
+	@test -e "$$CACHE/manifest.json" || { echo "Error: $$CACHE: no cache here. Build it by 'make cache CONFIG=... CACHE=...'." >&2; exit 1; }
+else ifneq ($(DATA),)
+cache-to-train-from: $(VENV)/installed $(TARGET)
 	$(BIN)/python -m cache_builder build $(cache_options)
+else
+cache-to-train-from: $(VENV)/installed $(TARGET)
+	@test -e "$$CACHE/manifest.json" || $(BIN)/python -m cache_builder build $(cache_options)
 endif
 
-train: $(VENV)/installed | $(CACHE)/manifest.json ## Train, evaluate and export a drafter; build the cache if there is none
-	$(BIN)/python -m trainer train --config $(TRAIN_CONFIG) --set 'cache.path=$(CACHE)' --set 'run.path=$(RUN)' $(overrides) $(if $(FRESH),--fresh)
-	$(BIN)/python -m trainer export '$(RUN)'
-	@$(BIN)/python -m trainer summary '$(RUN)'
+train: $(VENV)/installed | cache-to-train-from ## Train, evaluate and export a drafter; build the cache if there is none
+	$(BIN)/python -m trainer train --config "$$TRAIN_CONFIG" --set "cache.path=$$CACHE" --set "run.path=$$RUN" $(overrides) $(if $(FRESH),--fresh)
+	$(BIN)/python -m trainer export "$$RUN"
+	@$(BIN)/python -m trainer summary "$$RUN"
 
 check: $(VENV)/installed-dev ## Formatting, lint, types, import boundaries
 	$(BIN)/ruff format --check .
