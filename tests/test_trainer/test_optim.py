@@ -34,7 +34,7 @@ def test_live_groups_equal_the_configuration() -> None:
     for group in optimizer.param_groups:
         assert (group["lr"], group["betas"], group["eps"]) == (3e-4, (0.8, 0.9), 1e-7)
         assert group["foreach"] is None
-        assert group["fused"] is None
+        assert group["fused"] is True
     assert matrices["weight_decay"] == 0.1
     assert matrices["param_names"] == ["0.weight", "2.weight"]
     assert vectors["weight_decay"] == 0.0
