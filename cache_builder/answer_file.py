@@ -12,6 +12,7 @@ from shared.errors import DataError
 from shared.files import writing
 
 KEY = "prompt_key"
+KEY_BYTES = 16
 ORIGIN = ("generated_by", "sampling")
 """Fields that must be the same in every row of one file."""
 
@@ -31,7 +32,7 @@ class AnswerFile:
             DataError: `path` holds something else, or rows of another origin.
         """
         self.path = path
-        self.keys: set[str] = set()
+        self._keys: set[bytes] = set()
         size = self._read(dict(origin)) if path.exists() else 0
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,22 +52,31 @@ class AnswerFile:
     ) -> None:
         self._file.close()
 
+    def take(self, key: bytes) -> bool:
+        """Whether the file held a row of `key` when it was opened. True only once: the key is
+        forgotten then, so that memory does not hold it twice.
+        """
+        if key not in self._keys:
+            return False
+        self._keys.remove(key)
+        return True
+
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Add `rows` durably.
 
         Raises:
             OutOfSpaceError: the disk is full.
         """
-        rows = list(rows)
         data = b"".join(
             json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
             for row in rows
         )
+        if not data:
+            return
         with writing(self.path):
             self._file.write(data)
             self._file.flush()
             os.fsync(self._file.fileno())
-        self.keys.update(row[KEY] for row in rows)
 
     def _read(self, origin: dict[str, Any]) -> int:
         """Take in the keys of the whole lines, and give the bytes these take."""
@@ -77,7 +87,7 @@ class AnswerFile:
                     break
                 try:
                     row = json.loads(line)
-                    key, found = row[KEY], {name: row[name] for name in ORIGIN}
+                    key, found = bytes.fromhex(row[KEY]), {name: row[name] for name in ORIGIN}
                 except (ValueError, KeyError, TypeError):
                     raise DataError(
                         f"{self.path}:{number}: not a row that `cache-builder regenerate` wrote. "
@@ -88,6 +98,6 @@ class AnswerFile:
                         f"{self.path}:{number}: answered by {found}, and these answers would be "
                         f"by {origin}. Give -o another file, or restore the settings."
                     )
-                self.keys.add(key)
+                self._keys.add(key)
                 size += len(line)
         return size

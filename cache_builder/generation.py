@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from cache_builder.config import TargetConfig
+from cache_builder.conversation import Message
 from cache_builder.target import load_model
 from shared.errors import TargetError
 from shared.files import canonical_json, sha256_bytes
@@ -35,10 +35,24 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    token_ids: tuple[int, ...]
-    """What the target generated, the end token included if it came."""
+    token_ids: tuple[int, ...] | None
+    """What the target generated, the end token included if it came. None: it is not known."""
 
-    finish_reason: Literal["stop", "length"]
+    finish_reason: str
+    """`stop`: the target ended the answer; `length`: it hit the limit; others as a server says."""
+
+    said: Message | None = None
+    """The answer as a server words it. None: as `token_ids` do."""
+
+    prompt_ids: tuple[int, ...] | None = None
+    """What the target saw, where it is known to be other than what was asked."""
+
+    num_text_tokens: int = 0
+    """Tokens of an answer without ids, as far as the server counts them."""
+
+    @property
+    def num_new_tokens(self) -> int:
+        return self.num_text_tokens if self.token_ids is None else len(self.token_ids)
 
 
 class LocalGenerator:
@@ -75,7 +89,7 @@ class LocalGenerator:
         from transformers import GenerationConfig
 
         if sampling.temperature:
-            # By the prompts: a run that was stopped and resumed draws as an undisturbed one.
+            # By the prompts: the same batch draws the same again.
             drawn = sha256_bytes(canonical_json([sampling.seed, [list(p) for p in prompts]]))
             torch.manual_seed(int(drawn[:15], 16))
         longest = max(map(len, prompts))

@@ -233,7 +233,8 @@ def describe_writers(report: CorpusReport, target: TargetConfig) -> str:
     return (
         f"{sum(others.values()):,} of {count(report.num_kept, 'sample')} not answered by the "
         f"target {own!r}, by their `generated_by`: {', '.join(named)}. A drafter learns best from "
-        "the target's own answers. (Set target.name if the target has another name there.)"
+        "the target's own answers: `cache-builder regenerate` makes them. (Set target.name if the "
+        "target has another name there.)"
     )
 
 

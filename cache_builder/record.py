@@ -140,7 +140,7 @@ def _parse_prompt(record: object) -> Conversation:
 
 def _messages(record: dict[str, Any], turns: list[Any]) -> tuple[Message, ...]:
     system = _text(record, "system")
-    messages = tuple(_message(turn) for turn in turns)
+    messages = tuple(parse_message(turn) for turn in turns)
     if system and not (messages and messages[0].role == "system"):
         messages = (Message(role="system", content=system), *messages)
     return messages
@@ -151,7 +151,12 @@ def _unknown_shape(record: dict[str, Any], expected: str) -> RowRefusedError:
     return RowRefusedError(DropReason.UNKNOWN_SHAPE, f"expected {expected}; found the keys {keys}")
 
 
-def _message(turn: Any) -> Message:
+def parse_message(turn: Any) -> Message:
+    """One message of a record, or of a server.
+
+    Raises:
+        RowRefusedError: it cannot be used.
+    """
     if not isinstance(turn, dict):
         raise RowRefusedError(
             DropReason.BAD_FIELD, f"a message must be an object, found {type(turn).__name__}"

@@ -147,6 +147,15 @@ def read_rows(
         yield number, _parse(file, number, line) if is_chosen else NOT_CHOSEN
 
 
+def count_rows(file: Path) -> int:
+    """Lines that are not blank.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    return sum(1 for _ in _read_lines(file))
+
+
 def _row_hash(line: bytes) -> int:
     return int.from_bytes(hashlib.sha256(line.strip()).digest()[:8], "big")
 

@@ -271,7 +271,7 @@ class ChatTemplate:
         template = self._tokenizer.get_chat_template(tools=tools)
         if GENERATION_MARKER.search(template):
             rendered, marks = render_jinja_template(
-                [_fields(messages, verbatim=verbatim)],
+                [message_fields(messages, verbatim=verbatim)],
                 tools=tools,
                 chat_template=template,
                 return_assistant_tokens_mask=True,
@@ -294,7 +294,7 @@ class ChatTemplate:
         verbatim: bool = True,
     ) -> str:
         text: str = self._tokenizer.apply_chat_template(
-            _fields(messages, verbatim=verbatim),
+            message_fields(messages, verbatim=verbatim),
             tools=list(tools) or None,
             add_generation_prompt=generation_prompt,
             tokenize=False,
@@ -309,7 +309,7 @@ def _reserved(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
     return {"self", "messages"}.union(*(inspect.signature(f).parameters for f in functions))
 
 
-def _fields(messages: Sequence[Message], *, verbatim: bool) -> list[dict[str, Any]]:
+def message_fields(messages: Sequence[Message], *, verbatim: bool) -> list[dict[str, Any]]:
     """Messages as a chat template reads them.
 
     With `verbatim`, an answer recorded with think tags keeps them in its content, for templates

@@ -77,6 +77,22 @@ def describe_tokens(
     )
 
 
+def end_token_ids(path: Path, model_config: Any) -> frozenset[int]:
+    """Tokens that end an answer of the target in `path`.
+
+    Raises:
+        TargetError: its files name none.
+    """
+    default = getattr(model_config.get_text_config(), "eos_token_id", None)
+    ids = _token_ids(_generation_config(path).get("eos_token_id", default))
+    if not ids:
+        raise TargetError(
+            f"{path}: neither generation_config.json nor config.json has an eos_token_id, so no "
+            "answer would end. Add it there."
+        )
+    return frozenset(ids)
+
+
 def max_positions(text_config: Any) -> int | None:
     """Positions the target was made for. None: its config names no limit.
 

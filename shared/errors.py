@@ -4,6 +4,7 @@ DraftCacheError
 +-- ConfigError                 a TOML file or an override does not fit the schema
 +-- DataError                   the conversations given to stage one cannot be used
 +-- TargetError                 the target model cannot be loaded, tapped or read
++-- EndpointError               a server that runs the target does not answer as it must
 +-- CaptureError                workers died, samples failed, or shards are missing
 +-- OutOfSpaceError             the disk is too full to go on (also OSError)
 +-- CacheError                  the store on disk is not what the caller needs
@@ -34,6 +35,10 @@ class DataError(DraftCacheError, ValueError):
 
 class TargetError(DraftCacheError):
     """The target model cannot be loaded, tapped or read."""
+
+
+class EndpointError(DraftCacheError):
+    """A server that runs the target does not answer as it must."""
 
 
 class CaptureError(DraftCacheError):

@@ -14,7 +14,12 @@ from cache_builder.report import Tally
         pytest.param({"path": "Qwen/Qwen3-8B"}, ["Qwen/Qwen3-8B"], "", id="own"),
         pytest.param({"path": "/models/qwen3-8b/"}, ["Qwen/Qwen3-8B"], "", id="own-by-directory"),
         pytest.param({"path": ".demo/target", "name": "a/b"}, ["a/b", "b"], "", id="own-by-name"),
-        pytest.param({"path": "a/b"}, ["b (greedy, a/c)", "b@0123"], "", id="own-with-a-remark"),
+        pytest.param(
+            {"path": "a/b"},
+            ["b (greedy, a/c)", "b@0123", "a/b@vllm/completions"],
+            "",
+            id="own-with-a-remark",
+        ),
         pytest.param({"path": "a/b"}, [], "", id="nothing"),
         pytest.param(
             {"path": "a/b"},

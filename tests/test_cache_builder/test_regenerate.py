@@ -13,12 +13,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from cache_builder.batches import Batches, Generator
 from cache_builder.build import build
 from cache_builder.config import DataConfig, TargetConfig
 from cache_builder.conversation import Conversation, Drop, DropReason
 from cache_builder.generation import Answer, LocalGenerator, Sampling
 from cache_builder.record import parse_prompt
-from cache_builder.regenerate import Generator, RegenerateReport, regenerate
+from cache_builder.regenerate import RegenerateReport, regenerate
 from cache_builder.template import ChatTemplate
 from cache_builder.tokens import load_template
 from shared.cache import Cache
@@ -55,10 +56,11 @@ def run(
     settings: dict[str, Any] = {
         "generated_by": "tiny@0",
         "sampling": SAMPLING,
-        "batch_size": 4,
         "max_length": 256,
     }
-    report = regenerate(generator, template, [str(data)], out, **{**settings, **options})
+    report = regenerate(
+        Batches(generator, 4), template, [str(data)], out, **{**settings, **options}
+    )
     return [json.loads(line) for line in out.read_text().splitlines()], report
 
 
@@ -78,7 +80,7 @@ def test_answers_are_the_greedy_text_of_each_prompt_alone(
     generator: LocalGenerator, template: ChatTemplate, tiny_target: Path, tmp_path: Path
 ) -> None:
     rows, report = run(generator, template, prompts(tmp_path / "p.jsonl", 7), tmp_path / "o.jsonl")
-    assert (report.num_rows, report.num_answered, len(rows)) == (7, 7, 7)
+    assert (report.prompts.num_rows, report.num_answered, len(rows)) == (7, 7, 7)
     tokenizer = AutoTokenizer.from_pretrained(tiny_target)
     for row in rows:
         user, assistant = row["messages"]
@@ -208,7 +210,7 @@ def test_the_same_command_goes_on_where_it_was_killed(
     lines = (tmp_path / "whole.jsonl").read_bytes().splitlines(keepends=True)
     out.write_bytes(b"".join(lines[:4]) + lines[4][:37])
     resumed, report = run(generator, template, data, out)
-    assert (report.num_present, report.num_answered) == (4, 6)
+    assert (report.prompts.num_present, report.num_answered) == (4, 6)
     assert sorted(resumed, key=lambda row: row["id"]) == sorted(whole, key=lambda row: row["id"])
     again, report = run(generator, template, data, out)
     assert (again, report.num_answered) == (resumed, 0)
@@ -283,8 +285,8 @@ def test_rows_that_cannot_be_asked_are_counted_by_reason(
         generator, template, write_jsonl(tmp_path / "p.jsonl", rows), tmp_path / "o.jsonl"
     )
     assert [row["messages"][0]["content"] for row in made] == ["hello"]
-    assert report.num_duplicates == 1
-    assert report.dropped == {
+    assert report.prompts.num_duplicates == 1
+    assert report.prompts.dropped == {
         DropReason.NO_USER_TURN: 1,
         DropReason.TOOL_RESULT: 1,
         DropReason.UNKNOWN_SHAPE: 1,
