@@ -1,8 +1,8 @@
 """TOML files and `key=value` overrides into frozen dataclasses, strictly.
 
-What is accepted: nested dataclasses, `int`, `float`, `bool`, `str`, `Path`, `Literal`,
-`X | None`, `tuple[X, ...]`, `tuple[X, Y]` and `dict[str, X]`. Everything else is refused, and
-so is an unknown key (with a suggestion), a missing one, and `true` for a number.
+What is accepted: nested dataclasses, `int`, `float`, `bool`, `str`, `Path`, `Location`, `Literal`,
+`X | None`, `tuple[X, ...]`, `tuple[X, Y]` and `dict[str, X]`. Everything else is refused, and so is
+an unknown key (with a suggestion), a missing one, and `true` for a number.
 """
 
 import copy
@@ -12,16 +12,14 @@ import math
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
 from shared.errors import ConfigError
+from shared.location import S3Url, parse_location, parse_path
 
 T = TypeVar("T")
-
-MAX_NAME_BYTES = 255
-"""Of one name in a path, on the file systems of Linux."""
 
 MAX_SHOWN = 200
 """Characters of a value that a message repeats."""
@@ -72,10 +70,10 @@ def build(schema: type[T], tree: Mapping[str, Any], where: str = "") -> T:
 
 def to_dict(config: Any) -> Any:
     """`config` as plain JSON values, defaults included. What is saved, logged and hashed."""
+    if isinstance(config, Path | S3Url):
+        return str(config)
     if dataclasses.is_dataclass(config):
         return {f.name: to_dict(getattr(config, f.name)) for f in dataclasses.fields(config)}
-    if isinstance(config, Path):
-        return str(config)
     if isinstance(config, Mapping):
         return {key: to_dict(value) for key, value in config.items()}
     if isinstance(config, list | tuple):
@@ -182,6 +180,8 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
 def _convert_union(arguments: tuple[Any, ...], value: Any, where: str) -> Any:
     if value is None and type(None) in arguments:
         return None
+    if S3Url in arguments and isinstance(value, str):  # a Location
+        return _located(parse_location, value, where)
     errors = []
     for choice in arguments:
         if choice is type(None):
@@ -210,16 +210,7 @@ def _convert_tuple(arguments: tuple[Any, ...], value: Any, where: str) -> tuple[
 
 def _convert_scalar(kind: Any, value: Any, where: str) -> Any:
     if kind is Path and isinstance(value, str):
-        if not value.strip():
-            raise ConfigError(f"{where}: expected a path, got an empty text")
-        if "\0" in value:
-            raise ConfigError(f"{where}: expected a path without NUL, got {_short(value)}")
-        if max(len(name.encode(errors="replace")) for name in value.split("/")) > MAX_NAME_BYTES:
-            raise ConfigError(
-                f"{where}: expected names of at most {MAX_NAME_BYTES} bytes, got {value[:40]!r}..."
-            )
-        is_home = value == "~" or value.startswith("~/")
-        return Path(value).expanduser() if is_home else Path(value)
+        return _located(parse_path, value, where)
     if kind is bool and isinstance(value, bool):
         return value
     if kind is int and isinstance(value, int) and not isinstance(value, bool):
@@ -244,6 +235,13 @@ def _short(value: Any) -> str:
         return f"one of {value.bit_length()} bits"
     text = repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+def _located(parse: Callable[[str], T], value: str, where: str) -> T:
+    try:
+        return parse(value)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def _at(where: str) -> str:

@@ -59,11 +59,14 @@ def write_bytes(path: Path, data: bytes) -> None:
         sync_directory(path.parent)
 
 
+def json_bytes(value: Any) -> bytes:
+    """`value` as JSON that people can read. What files hold."""
+    return (json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n").encode()
+
+
 def write_json(path: Path, value: Any) -> None:
     """Replace `path` by `value` as JSON in one step, readable by people."""
-    write_bytes(
-        path, (json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n").encode()
-    )
+    write_bytes(path, json_bytes(value))
 
 
 def read_json(path: Path, *, digest: str | None = None) -> Any:
