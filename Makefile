@@ -26,6 +26,11 @@ endif
 # Paths reach the recipes through the environment: they may hold spaces and quotes.
 export CACHE RUN CACHE_CONFIG TRAIN_CONFIG
 
+# A cache in a bucket is no file of this machine.
+in_a_bucket := test "$${CACHE\#s3://}" != "$$CACHE"
+there := if $(in_a_bucket); then $(BIN)/python -m cache_builder inspect "$$CACHE" >/dev/null 2>&1; \
+	else test -e "$$CACHE/manifest.json"; fi
+
 comma := ,
 cache_options := --config "$$CACHE_CONFIG" --set "cache.path=$$CACHE"
 ifneq ($(DATA),)
@@ -56,11 +61,11 @@ $(VENV)/installed: pyproject.toml .constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Error: $(PYTHON) is older than Python 3.11. Set PYTHON=python3.11 or newer." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install -c .constraints.txt -e '.[gguf,endpoint]'
+	$(PIP) install -c .constraints.txt -e '.[gguf,endpoint,s3]'
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	$(PIP) install -c .constraints.txt -e '.[gguf,endpoint,dev]'
+	$(PIP) install -c .constraints.txt -e '.[gguf,endpoint,s3,dev]'
 	$(PIP) install --no-deps dflash==0.1.0
 	touch $@
 
@@ -77,13 +82,13 @@ cache: $(VENV)/installed $(TARGET) ## Build the cache: resume it, or add what is
 ifeq ($(suffix $(CONFIG)),.toml)
 cache-to-train-from:
 	@test -z '$(DATA)' || { echo "Error: DATA belongs to the cache: 'make cache CONFIG=... DATA=...' with its own file." >&2; exit 1; }
-	@test -e "$$CACHE/manifest.json" || { echo "Error: $$CACHE: no cache here. Build it by 'make cache CONFIG=... CACHE=...'." >&2; exit 1; }
+	@$(in_a_bucket) || test -e "$$CACHE/manifest.json" || { echo "Error: $$CACHE: no cache here. Build it by 'make cache CONFIG=... CACHE=...'." >&2; exit 1; }
 else ifneq ($(DATA),)
 cache-to-train-from: $(VENV)/installed $(TARGET)
 	$(BIN)/python -m cache_builder build $(cache_options)
 else
 cache-to-train-from: $(VENV)/installed $(TARGET)
-	@test -e "$$CACHE/manifest.json" || $(BIN)/python -m cache_builder build $(cache_options)
+	@$(there) || $(BIN)/python -m cache_builder build $(cache_options)
 endif
 
 train: $(VENV)/installed | cache-to-train-from ## Train, evaluate and export a drafter; build the cache if there is none

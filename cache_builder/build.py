@@ -19,12 +19,14 @@ from cache_builder.retirement import recorded_shards
 from cache_builder.target import resolve_target, stamp_files
 from cache_builder.tokens import load_template
 from cache_builder.worker import Task
+from cache_builder.workspace import workspace
 from shared.cache import PLANS, Cache, read_manifest
 from shared.errors import CacheError, CacheNotFoundError
 from shared.files import writing
+from shared.location import Location
 from shared.manifest import Manifest
 from shared.spec import CaptureSpec
-from shared.storage import LocalStorage
+from shared.storage import open_storage
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +61,9 @@ def build(config: BuildConfig, *, retry_quarantined: bool = False) -> BuildRepor
     template = load_template(target_path, config.data)
     spec = describe_capture(config, target_path, template)
     path = config.cache.path
-    with writing(path):
-        path.mkdir(parents=True, exist_ok=True)
+    if isinstance(path, Path):
+        with writing(path):
+            path.mkdir(parents=True, exist_ok=True)
     with builder_lock(path), explaining_interrupts(path):
         prepared = open_or_create(path, spec)
         _require_records(path, spec)
@@ -89,7 +92,7 @@ def build(config: BuildConfig, *, retry_quarantined: bool = False) -> BuildRepor
 
 
 @contextmanager
-def explaining_interrupts(path: Path) -> Iterator[None]:
+def explaining_interrupts(path: Location) -> Iterator[None]:
     """Tell whoever interrupts how much is done, and that nothing of it is lost."""
     try:
         yield
@@ -98,9 +101,9 @@ def explaining_interrupts(path: Path) -> Iterator[None]:
         raise
 
 
-def _state(path: Path) -> str:
+def _state(path: Location) -> str:
     done, tokens, planned, planned_tokens = committed_shards(path), 0, 0, 0
-    for directory in find_plans(path / PLANS)[-1:]:
+    for directory in find_plans(workspace(path) / PLANS)[-1:]:
         with suppress(CacheError):
             plan = Plan(directory)
             sizes = {i: int(plan.lengths(plan.shard_positions(i)).sum()) for i in plan.shard_ids}
@@ -113,14 +116,14 @@ def _state(path: Path) -> str:
     )
 
 
-def _require_records(path: Path, spec: CaptureSpec) -> None:
+def _require_records(path: Location, spec: CaptureSpec) -> None:
     """Refuse to build on while a published shard has no record, or another than was published.
 
     Raises:
         CacheError: naming the shards.
     """
     try:
-        published = read_manifest(LocalStorage(path)).records
+        published = read_manifest(open_storage(path)).records
     except CacheNotFoundError:
         return
     recorded = recorded_shards(path)

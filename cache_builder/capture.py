@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -22,10 +21,12 @@ from cache_builder.plan import Plan, PlannedSample, micro_batches
 from cache_builder.quality import LayerSums, find_fault
 from cache_builder.space import require_floor
 from cache_builder.target import Target
+from cache_builder.workspace import workspace
 from shared.cache import WIP
 from shared.codec import Calibration
 from shared.errors import CaptureError
 from shared.files import remove_tree
+from shared.location import Location
 from shared.manifest import ShardRecord
 from shared.shard import CapturedSample
 from shared.shard_writer import ShardWriter
@@ -179,7 +180,7 @@ class ShardCapture:
 
     def __init__(
         self,
-        cache: Path,
+        cache: Location,
         plan: Plan,
         spec: CaptureSpec,
         target: Target,
@@ -254,14 +255,14 @@ class ShardCapture:
     ) -> tuple[ShardRecord, Timing]:
         started = time.perf_counter()
         timing = Timing()
-        wip = self._cache / WIP / shard_id
+        wip = workspace(self._cache) / WIP / shard_id
         remove_tree(wip)
         files = ShardWriter(wip, self._spec, shard_id)
         positions = self._plan.shard_positions(shard_id)
         try:
             with _Writer(files, self._spec, shard_id, self._calibration) as writer:
                 for part in micro_batches(self._plan.lengths(positions), forward.batch_tokens):
-                    require_floor(self._cache, self._min_free_bytes)
+                    require_floor(workspace(self._cache), self._min_free_bytes)
                     began = time.perf_counter()
                     batch = self._run([self._plan.sample(int(p)) for p in positions[part]])
                     captured = time.perf_counter()

@@ -10,6 +10,8 @@ import click
 from cache_builder.config import MAX_WORKERS, BuildConfig
 from shared import cli, config
 from shared.errors import CacheError, EndpointError
+from shared.location import Location
+from shared.quantity import count
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -103,6 +105,7 @@ def estimate(path: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     from cache_builder.estimate import estimate as estimate_build
     from cache_builder.estimate import rows
     from cache_builder.space import require_fit
+    from cache_builder.workspace import workspace
 
     settings = config.load(BuildConfig, path, overrides)
     facts = estimate_build(settings)
@@ -110,13 +113,13 @@ def estimate(path: Path, overrides: tuple[str, ...], as_json: bool) -> None:
         cli.print_json(facts)
     else:
         cli.print_table(rows(facts))
-    require_fit(settings.cache.path, facts["needed_bytes"], settings.cache.min_free_bytes)
+    require_fit(workspace(settings.cache.path), facts["bytes_here"], settings.cache.min_free_bytes)
 
 
 @main.command()
-@click.argument("cache", type=click.Path(path_type=Path))
+@click.argument("cache", type=cli.LocationType())
 @cli.json_option
-def inspect(cache: Path, as_json: bool) -> None:
+def inspect(cache: Location, as_json: bool) -> None:
     """What is in a cache: fingerprint, counts, bytes, lengths, layers."""
     from cache_builder.inspect import inspect_cache, rows
 
@@ -128,7 +131,7 @@ def inspect(cache: Path, as_json: bool) -> None:
 
 
 @main.command()
-@click.argument("cache", type=click.Path(path_type=Path))
+@click.argument("cache", type=cli.LocationType())
 @click.option("--deep", is_flag=True, help="Read every byte and check that states are finite.")
 @click.option(
     "--recapture",
@@ -143,7 +146,7 @@ def inspect(cache: Path, as_json: bool) -> None:
 @click.option("--seed", type=int, default=0, show_default=True, help="Chooses the K samples.")
 @cli.json_option
 def verify(
-    cache: Path,
+    cache: Location,
     deep: bool,
     num_samples: int | None,
     target: Path | None,
@@ -157,6 +160,7 @@ def verify(
     """
     from tqdm import tqdm
 
+    from cache_builder.commit import uncommitted_groups
     from cache_builder.recapture import recapture, rows
     from cache_builder.verify import verify_cache
 
@@ -169,11 +173,22 @@ def verify(
     if num_samples is not None and target is not None and is_open:
         report = recapture(cache, target, num_samples, seed=seed)
         problems += report.problems
+    uncommitted = uncommitted_groups(cache) if is_open else []
     if as_json:
-        facts = {"ok": not problems, "problems": [p.to_dict() for p in problems]}
+        facts = {
+            "ok": not problems,
+            "problems": [p.to_dict() for p in problems],
+            "uncommitted": uncommitted,
+        }
         cli.print_json(facts | ({"recapture": report.to_dict()} if report else {}))
     elif report:
         cli.print_table(rows(report))
+    if uncommitted:
+        click.echo(
+            f"{cache}: {count(len(uncommitted), 'shard')} never committed "
+            f"({', '.join(uncommitted[:8])}): of a builder at work, or the next build removes them",
+            err=True,
+        )
     if problems and problems[0].piece == "description":
         raise CacheError(problems[0].message)
     for problem in problems[:8]:
@@ -235,11 +250,9 @@ def prune(path: Path, overrides: tuple[str, ...], dry_run: bool, ignore_bad_rows
 
 
 @main.command()
-@click.argument("into", type=click.Path(path_type=Path))
-@click.argument(
-    "sources", type=click.Path(path_type=Path), nargs=-1, required=True, metavar="FROM..."
-)
-def merge(into: Path, sources: tuple[Path, ...]) -> None:
+@click.argument("into", type=cli.LocationType())
+@click.argument("sources", type=cli.LocationType(), nargs=-1, required=True, metavar="FROM...")
+def merge(into: Location, sources: tuple[Location, ...]) -> None:
     """Add to the cache INTO the samples of the caches FROM that it does not have.
 
     All must be of one fingerprint: the same target, taps, codec and tokens.

@@ -2,8 +2,8 @@
 
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 
+from cache_builder.lease import require_lease
 from cache_builder.quarantine import quarantined_samples
 from cache_builder.retirement import (
     foreign_records,
@@ -11,6 +11,7 @@ from cache_builder.retirement import (
     remove_retired,
     retired_shards,
 )
+from cache_builder.workspace import workspace
 from shared.cache import (
     CALIBRATIONS,
     GENERATIONS,
@@ -25,65 +26,63 @@ from shared.cache import (
     require_layers,
 )
 from shared.errors import CacheError, CacheNotFoundError, CaptureError
-from shared.files import (
-    commit_directory,
-    parse_json,
-    remove_partials,
-    remove_tree,
-    sha256_bytes,
-    sync_directory,
-    write_bytes,
-    write_json,
-    writing,
-)
+from shared.files import json_bytes, parse_json, remove_tree, sha256_bytes
 from shared.index import SampleIndex
+from shared.location import Location
 from shared.manifest import Manifest, ShardRecord, StoredFile, Totals
 from shared.shard import GROUP
 from shared.shard_reader import ShardReader
 from shared.spec import CaptureSpec
-from shared.storage import LocalStorage
+from shared.storage import Storage, open_storage
 
 logger = logging.getLogger(__name__)
 
 
-def commit_shard(cache: Path, record: ShardRecord) -> None:
-    """Move the finished shard into place, then write its record: that is the commit."""
-    group, key = cache / GROUP / record.shard_id, cache / record_key(record.shard_id)
-    with writing(group):
-        if key.exists():  # of a worker that committed it and died before it could say so
-            key.unlink()
-            sync_directory(key.parent)
-        remove_tree(group)  # of a builder that died between the rename and the record
-        commit_directory(cache / WIP / record.shard_id, group)
-        write_json(key, record.to_dict())
+def commit_shard(cache: Location, record: ShardRecord) -> None:
+    """Move the finished shard into place, then write its record: that is the commit.
+
+    Raises:
+        CacheLockedError: another builder took over.
+    """
+    require_lease(cache)
+    storage, key = open_storage(cache), record_key(record.shard_id)
+    storage.delete(key)  # of a worker that committed it and died before it could say so
+    storage.delete_trees(f"{GROUP}/{record.shard_id}")  # of one that died before the record
+    storage.put_tree(workspace(cache) / WIP / record.shard_id, f"{GROUP}/{record.shard_id}")
+    storage.put_over(key, json_bytes(record.to_dict()), None)
 
 
-def committed_shards(cache: Path) -> set[str]:
+def committed_shards(cache: Location) -> set[str]:
     """Ids of the shards that have a record and are not retired."""
     return recorded_shards(cache) - retired_shards(cache)
 
 
-def discard_uncommitted(cache: Path) -> int:
+def discard_uncommitted(cache: Location) -> int:
     """Remove what builders that died left behind; returns how many shards that were."""
-    leftovers = list((cache / WIP).iterdir())
-    recorded = recorded_shards(cache)
-    leftovers += [
-        group
-        for group in (cache / GROUP).iterdir()
-        if group.is_dir() and group.name not in recorded
-    ]
+    storage, place = open_storage(cache), workspace(cache)
+    wip, groups = list((place / WIP).iterdir()), uncommitted_groups(cache)
     if foreign := foreign_records(cache):
-        names = ", ".join(path.name for path in foreign[:8])
-        logger.warning("%s: %s: not records of this cache; ignored", cache / RECORDS, names)
-    for leftover in (*leftovers, *(cache / PLANS).glob("*.wip")):
+        names = ", ".join(foreign[:8])
+        logger.warning("%s/%s: %s: not records of this cache; ignored", cache, RECORDS, names)
+    storage.delete_trees(*(f"{GROUP}/{name}" for name in groups))
+    for leftover in (*wip, *(place / PLANS).glob("*.wip")):
         remove_tree(leftover)
-    for directory in (cache, *(cache / name for name in (RECORDS, GENERATIONS, CALIBRATIONS))):
-        remove_partials(directory)
-    sync_directory(cache / GROUP)
-    return len(leftovers)
+    storage.remove_partials("", RECORDS, GENERATIONS, CALIBRATIONS)
+    return len(wip) + len(groups)
 
 
-def read_record(cache: Path, spec: CaptureSpec, shard_id: str) -> tuple[ShardRecord, str]:
+def uncommitted_groups(cache: Location) -> list[str]:
+    """Names of the groups without a record: of shards that are just being written, or never were
+    committed."""
+    storage, recorded = open_storage(cache), recorded_shards(cache)
+    return [
+        name
+        for name in storage.names(GROUP)
+        if name not in recorded and not storage.exists(f"{GROUP}/{name}")
+    ]
+
+
+def read_record(cache: Location, spec: CaptureSpec, shard_id: str) -> tuple[ShardRecord, str]:
     """The record of a committed shard and its digest.
 
     Raises:
@@ -91,7 +90,7 @@ def read_record(cache: Path, spec: CaptureSpec, shard_id: str) -> tuple[ShardRec
     """
     key = record_key(shard_id)
     where = f"{cache}/{key}"
-    data = LocalStorage(cache).read(key)
+    data = open_storage(cache).read(key)
     record = ShardRecord.from_dict(parse_json(data, where), where)
     if record.shard_id != shard_id or record.fingerprint != spec.fingerprint:
         raise CacheError(
@@ -104,7 +103,7 @@ def read_record(cache: Path, spec: CaptureSpec, shard_id: str) -> tuple[ShardRec
 
 
 def publish(
-    cache: Path, spec: CaptureSpec, *, max_quarantined_fraction: float | None = None
+    cache: Location, spec: CaptureSpec, *, max_quarantined_fraction: float | None = None
 ) -> Manifest:
     """Publish every committed shard as a new generation, or return the one that already does.
 
@@ -113,9 +112,12 @@ def publish(
     Raises:
         CaptureError: more samples are quarantined than `max_quarantined_fraction` allows; nothing
             is published.
+        CacheLockedError: another builder took over, or published in between.
         CacheError: a committed shard is damaged.
     """
-    storage = LocalStorage(cache)
+    require_lease(cache)
+    storage = open_storage(cache)
+    versions = {MANIFEST: storage.version(MANIFEST)}
     records, digests = {}, {}
     for shard_id in sorted(committed_shards(cache)):
         records[shard_id], digests[shard_id] = read_record(cache, spec, shard_id)
@@ -132,13 +134,16 @@ def publish(
         _require_usable(cache, records, stored, max_quarantined_fraction)
         remove_retired(cache, previous)
         return previous
+    generation = previous.generation + 1 if previous is not None else 1
+    index_key = generation_key(generation, "index.safetensors")
+    for key in (index_key, generation_key(generation, "json")):
+        versions[key] = storage.version(key)  # not None after a kill before the manifest
     sources = list(previous.sources) if previous is not None else []
     for record in records.values():
         sources += [tag for tag in record.sources if tag not in sources]
     index = build_index(storage, records, spec, sources)
     stored = {row.tobytes() for row in index.sample_ids}
     _require_usable(cache, records, stored, max_quarantined_fraction)
-    generation = previous.generation + 1 if previous is not None else 1
     data = index.to_bytes()
     manifest = Manifest(
         generation=generation,
@@ -155,15 +160,15 @@ def publish(
             quarantined=len(quarantined_samples(records.values(), stored)),
         ),
     )
-    write_bytes(cache / generation_key(generation, "index.safetensors"), data)
-    write_json(cache / generation_key(generation, "json"), manifest.to_dict())
-    write_json(cache / MANIFEST, manifest.to_dict())
+    storage.put_over(index_key, data, versions[index_key])
+    for key in (generation_key(generation, "json"), MANIFEST):
+        storage.put_over(key, json_bytes(manifest.to_dict()), versions[key])
     remove_retired(cache, manifest)
     return manifest
 
 
 def build_index(
-    storage: LocalStorage, records: Mapping[str, ShardRecord], spec: CaptureSpec, sources: list[str]
+    storage: Storage, records: Mapping[str, ShardRecord], spec: CaptureSpec, sources: list[str]
 ) -> SampleIndex:
     """The index of a generation with these shards, from what the shards themselves hold.
 
@@ -177,7 +182,7 @@ def build_index(
 
 
 def _intact_index(
-    storage: LocalStorage, records: Mapping[str, ShardRecord], spec: CaptureSpec, manifest: Manifest
+    storage: Storage, records: Mapping[str, ShardRecord], spec: CaptureSpec, manifest: Manifest
 ) -> SampleIndex | None:
     """The index that `manifest` names; where its file is lost or damaged, made again and put back.
 
@@ -195,13 +200,13 @@ def _intact_index(
         if sha256_bytes(data) != manifest.index.sha256:
             return None
         key = generation_key(manifest.generation, "index.safetensors")
-        write_bytes(storage.path(key), data)
+        storage.put(key, data)
         logger.warning("%s The file was made again from the shards.", error)
         return index
 
 
 def _require_usable(
-    cache: Path, records: Mapping[str, ShardRecord], stored: set[bytes], fraction: float | None
+    cache: Location, records: Mapping[str, ShardRecord], stored: set[bytes], fraction: float | None
 ) -> None:
     if fraction is None:
         return

@@ -4,10 +4,11 @@ A default is written here and nowhere else.
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from shared.location import Location
 from shared.manifest import MAX_THREADS
 
 MAX_WORKERS = 1024
@@ -29,13 +30,21 @@ class Forward:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheConfig:
-    path: Path
-    """Directory of the cache. Building again into it adds what is new."""
+    path: Location
+    """Directory of the cache, or `s3://BUCKET/PREFIX`. Building again into it adds what is new."""
+
+    scratch: Path | None = None
+    """For a cache in a bucket: where this machine keeps the shards in progress and copies of the
+    plans; unset takes the user's cache directory."""
 
     min_free_gb: float = 5.0
     """Space of the disk that stays free: a build stops cleanly before it goes below."""
 
     def __post_init__(self) -> None:
+        if self.scratch is not None:
+            if isinstance(self.path, Path):
+                raise ValueError("scratch is for caches at s3://; one in a directory works there")
+            object.__setattr__(self, "path", replace(self.path, scratch=self.scratch))
         if not 0 <= self.min_free_gb <= 1e9:
             raise ValueError(f"min_free_gb must be in [0, 1e9], got {self.min_free_gb:g}")
 

@@ -1,7 +1,6 @@
 """`cache.json` and the skeleton of a cache: what it is a cache of, before anything is in it."""
 
 import logging
-import shutil
 from pathlib import Path
 
 from cache_builder.config import BuildConfig
@@ -10,6 +9,7 @@ from cache_builder.target import describe_target, load_config
 from cache_builder.template import ChatTemplate
 from cache_builder.tokens import describe_tokens
 from cache_builder.worker import Job, Prepared
+from cache_builder.workspace import workspace
 from shared.cache import (
     CALIBRATIONS,
     DESCRIPTION,
@@ -24,10 +24,11 @@ from shared.cache import (
 )
 from shared.codec import PRESETS, check_chunk_bytes
 from shared.errors import CacheError, DataError
-from shared.files import sha256_file, sync_directory, sync_file, write_json, writing
+from shared.files import sha256_bytes, writing
+from shared.location import Location, S3Url
 from shared.shard import GROUP
 from shared.spec import CaptureSpec
-from shared.storage import LocalStorage
+from shared.storage import open_storage, put_json
 
 logger = logging.getLogger(__name__)
 
@@ -65,19 +66,19 @@ def describe_capture(config: BuildConfig, target_path: Path, template: ChatTempl
         raise DataError(f"capture: {error}") from None
 
 
-def open_or_create(path: Path, spec: CaptureSpec) -> Prepared | None:
+def open_or_create(path: Location, spec: CaptureSpec) -> Prepared | None:
     """Check the cache at `path` against `spec`; None if it must still be prepared.
 
     Raises:
         CacheError: `cache.json` is damaged, or was built with other settings.
         DataError: the directory has other files.
     """
-    if LocalStorage(path).exists(DESCRIPTION):
+    if open_storage(path).exists(DESCRIPTION):
         stored, prepared = read_prepared(path)
         create_directories(path)  # copies of a cache may lack the empty ones
         spec.require_equal(stored, str(path))
         return prepared
-    foreign = [p.name for p in path.iterdir() if p.name not in _OWN_NAMES]
+    foreign = [name for name in open_storage(path).names("") if name not in _OWN_NAMES]
     if foreign:
         raise DataError(
             f"{path}: not a cache and not empty (it has {', '.join(sorted(foreign)[:8])}). "
@@ -87,13 +88,13 @@ def open_or_create(path: Path, spec: CaptureSpec) -> Prepared | None:
     return None
 
 
-def read_prepared(path: Path) -> tuple[CaptureSpec, Prepared]:
+def read_prepared(path: Location) -> tuple[CaptureSpec, Prepared]:
     """What a described cache is of, and what its first build prepared.
 
     Raises:
         CacheError: `cache.json` is missing or damaged.
     """
-    description = read_description(LocalStorage(path))
+    description = read_description(open_storage(path))
     where = f"{path}/{DESCRIPTION}"
     spec = CaptureSpec.from_dict(description["spec"], where)
     calibration = description["calibration"]
@@ -105,26 +106,26 @@ def read_prepared(path: Path) -> tuple[CaptureSpec, Prepared]:
     return spec, Prepared(description["head_sha256"], calibration)
 
 
-def create_directories(path: Path) -> None:
+def create_directories(path: Location) -> None:
     """The skeleton of a cache; harmless if it is there."""
-    with writing(path):
-        for name in _DIRECTORIES:
-            (path / name).mkdir(exist_ok=True)
-        write_json(
-            path / GROUP / "zarr.json",
-            {"zarr_format": 3, "node_type": "group", "attributes": {"format": FORMAT}},
-        )
+    place = workspace(path)
+    with writing(place):
+        for name in (PLANS, WIP) if isinstance(path, S3Url) else _DIRECTORIES:
+            (place / name).mkdir(exist_ok=True)
+    put_json(
+        open_storage(path),
+        f"{GROUP}/zarr.json",
+        {"zarr_format": 3, "node_type": "group", "attributes": {"format": FORMAT}},
+    )
 
 
 def write_description(job: Job, prepared: Prepared) -> None:
     """Write `cache.json`: from now on this directory is a cache of this fingerprint."""
     files = [name for name in _TARGET_FILES if (job.target_path / name).is_file()]
-    for name in files:
-        copy_target_file(job.target_path, job.cache, name)
-    with writing(job.cache):
-        sync_directory(job.cache / TARGET)
-    write_json(
-        job.cache / DESCRIPTION,
+    digests = [copy_target_file(job.target_path, job.cache, name) for name in files]
+    put_json(
+        open_storage(job.cache),
+        DESCRIPTION,
         {
             "format": FORMAT,
             "format_version": job.spec.format_version,
@@ -134,13 +135,13 @@ def write_description(job: Job, prepared: Prepared) -> None:
             "calibration": prepared.calibration,
             "target_name": job.target.path,
             "target_revision": job.target.revision,
-            "target_files": {name: sha256_file(job.cache / TARGET / name) for name in files},
+            "target_files": dict(zip(files, digests, strict=True)),
         },
     )
 
 
-def copy_target_file(target_path: Path, cache: Path, name: str) -> None:
-    """Copy one file of the target into the cache, durably."""
-    with writing(cache / TARGET):
-        shutil.copyfile(target_path / name, cache / TARGET / name)
-        sync_file(cache / TARGET / name)
+def copy_target_file(target_path: Path, cache: Location, name: str) -> str:
+    """Copy one file of the target into the cache; returns its digest."""
+    data = (target_path / name).read_bytes()
+    open_storage(cache).put(f"{TARGET}/{name}", data)
+    return sha256_bytes(data)

@@ -11,10 +11,11 @@ from cache_builder.description import create_directories, describe_capture
 from cache_builder.devices import pick_devices
 from cache_builder.plan import Plan, PlanWriter
 from cache_builder.planning import committed_samples, make_plan
-from cache_builder.space import free_bytes
+from cache_builder.space import bytes_here, free_bytes
 from cache_builder.target import resolve_target, stamp_files
 from cache_builder.tokens import load_template
 from cache_builder.worker import Job, Task, Worker
+from cache_builder.workspace import workspace
 from shared.quantity import count, size
 
 logger = logging.getLogger(__name__)
@@ -40,14 +41,21 @@ def estimate(config: BuildConfig) -> dict[str, Any]:
     path = config.cache.path
     known, quarantined = committed_samples(path)
     known |= {bytes.fromhex(sample_id) for sample_id in quarantined}  # as a build does
-    parent = next(p for p in path.absolute().parents if p.is_dir())
+    parent = next(p for p in workspace(path).absolute().parents if p.is_dir())
     with tempfile.TemporaryDirectory(prefix=".estimate-", dir=parent) as name:
         scratch = Path(name) / "cache"
         scratch.mkdir()
         create_directories(scratch)
         plan = make_plan(config, spec, template, plans=scratch / "all", key="estimate", known=known)
         if not len(plan):
-            return {"num_samples": 0, "num_tokens": 0, "needed_bytes": 0, "fits": True}
+            return {
+                "num_samples": 0,
+                "num_tokens": 0,
+                "needed_bytes": 0,
+                "bytes_here": 0,
+                "fits": True,
+            }
+        lengths = [plan.lengths(plan.shard_positions(i)) for i in plan.shard_ids]
         sample = _sample_plan(plan, scratch / "some", config.forward)
         devices = pick_devices(
             config.workers, num_shards=len(plan.shard_ids), target_path=target_path
@@ -73,7 +81,9 @@ def estimate(config: BuildConfig) -> dict[str, Any]:
     bytes_per_token = sum(record.stored_bytes for record, _ in done) / sampled
     rate = sampled / sum(timing.total for _, timing in done) * len(devices)
     needed = bytes_per_token * plan.num_tokens
-    free = free_bytes(path)
+    free = free_bytes(workspace(path))
+    largest = max(int(plan_lengths.sum()) for plan_lengths in lengths) * bytes_per_token
+    here = bytes_here(path, needed, largest, len(devices))
     return {
         "num_samples": len(plan),
         "num_tokens": plan.num_tokens,
@@ -83,9 +93,10 @@ def estimate(config: BuildConfig) -> dict[str, Any]:
         "raw_bytes_per_token": spec.raw_bytes_per_token,
         "stored_over_raw": bytes_per_token / spec.raw_bytes_per_token,
         "needed_bytes": needed,
+        "bytes_here": here,
         "free_bytes": free,
         "min_free_bytes": config.cache.min_free_bytes,
-        "fits": needed + config.cache.min_free_bytes <= free,
+        "fits": here + config.cache.min_free_bytes <= free,
         "tokens_per_second": rate,
         "hours": plan.num_tokens / rate / 3600,
         "devices": devices,

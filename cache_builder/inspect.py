@@ -1,17 +1,17 @@
 """A page of facts about a cache."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from shared.cache import Cache
+from shared.location import Location
 from shared.quantity import count, size
 
 _LENGTH_EDGES = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 2**31)
 
 
-def inspect_cache(path: Path) -> dict[str, Any]:
+def inspect_cache(path: Location) -> dict[str, Any]:
     """Facts for people and, as JSON, for programs. Reads metadata only.
 
     Raises:

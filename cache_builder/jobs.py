@@ -10,9 +10,10 @@ from cache_builder.devices import pick_devices
 from cache_builder.plan import Plan
 from cache_builder.pool import Events, Outcome, run_inline, run_processes
 from cache_builder.progress import Progress
-from cache_builder.space import require_fit
+from cache_builder.space import bytes_here, require_fit
 from cache_builder.target import FileStamps
 from cache_builder.worker import Job, Prepared, Task
+from cache_builder.workspace import workspace
 from shared.errors import CaptureError
 from shared.spec import CaptureSpec
 
@@ -48,8 +49,10 @@ def capture_shards(
     }
     total = sum(tokens.values())
     devices = pick_devices(config.workers, num_shards=len(tasks), target_path=job.target_path)
-    needed = total * job.spec.raw_bytes_per_token * job.spec.build_codec().expected_ratio
-    require_fit(job.cache, needed, job.min_free_bytes)
+    per_token = job.spec.raw_bytes_per_token * job.spec.build_codec().expected_ratio
+    needed, largest = total * per_token, max(tokens.values(), default=0) * per_token
+    here = bytes_here(job.cache, needed, largest, len(devices))
+    require_fit(workspace(job.cache), here, job.min_free_bytes)
     logger.info(
         "capturing %d tokens with %d workers on %s, about %.2f GB",
         total,

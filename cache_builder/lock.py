@@ -4,11 +4,14 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+from cache_builder.lease import lease
+from cache_builder.workspace import workspace
 from shared.errors import CacheLockedError
 from shared.files import writing
+from shared.location import Location, S3Url
 
 _BUILDER = "builder.lock"
 _WORKERS = "workers.lock"
@@ -17,14 +20,17 @@ _ORPHAN_SECONDS = 30.0
 
 
 @contextmanager
-def builder_lock(cache: Path) -> Iterator[None]:
-    """Hold the cache against other builders.
+def builder_lock(cache: Location) -> Iterator[None]:
+    """Hold the cache against other builders, of this machine and of others.
 
     Raises:
         CacheLockedError: another builder, or a worker that outlived its builder, is at work.
     """
-    with writing(cache):
-        descriptor = os.open(cache / _BUILDER, os.O_RDWR | os.O_CREAT, 0o644)
+    place = workspace(cache)
+    with writing(place):
+        if isinstance(cache, S3Url):
+            place.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(place / _BUILDER, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         if not _try_lock(descriptor, fcntl.LOCK_EX):
             holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
@@ -34,16 +40,17 @@ def builder_lock(cache: Path) -> Iterator[None]:
             )
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
-        _wait_for_orphans(cache)
-        yield
+        _wait_for_orphans(place)
+        with lease(cache) if isinstance(cache, S3Url) else nullcontext():
+            yield
     finally:
         os.close(descriptor)
 
 
 @contextmanager
-def worker_lock(cache: Path) -> Iterator[None]:
+def worker_lock(cache: Location) -> Iterator[None]:
     """Held by each worker process, so that a later builder can see that it still writes."""
-    descriptor = os.open(cache / _WORKERS, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = os.open(workspace(cache) / _WORKERS, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         yield
@@ -51,14 +58,14 @@ def worker_lock(cache: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _wait_for_orphans(cache: Path) -> None:
-    descriptor = os.open(cache / _WORKERS, os.O_RDWR | os.O_CREAT, 0o644)
+def _wait_for_orphans(place: Path) -> None:
+    descriptor = os.open(place / _WORKERS, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         deadline = time.monotonic() + _ORPHAN_SECONDS
         while not _try_lock(descriptor, fcntl.LOCK_EX):
             if time.monotonic() > deadline:
                 raise CacheLockedError(
-                    f"{cache}: workers of a builder that was killed still write. Stop them."
+                    f"{place}: workers of a builder that was killed still write. Stop them."
                 )
             time.sleep(0.1)
     finally:

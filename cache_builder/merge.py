@@ -16,11 +16,13 @@ from cache_builder.selection import (
     require_no_missing_shard,
     select,
 )
-from cache_builder.space import require_fit
+from cache_builder.space import bytes_here, require_fit
+from cache_builder.workspace import workspace
 from shared.cache import Cache, calibration_key
 from shared.config import differences
 from shared.errors import CacheError, CacheIncompatibleError
-from shared.files import sha256_bytes, write_bytes
+from shared.files import sha256_bytes
+from shared.location import Location
 from shared.manifest import Manifest
 from shared.quantity import count, size
 
@@ -44,7 +46,7 @@ class MergeReport:
     stored_bytes: int
 
 
-def merge(into: Path, sources: Sequence[Path]) -> MergeReport:
+def merge(into: Location, sources: Sequence[Location]) -> MergeReport:
     """Add to the cache `into` what the newest generations of `sources` have and it has not.
 
     Nothing is captured or encoded anew, and `sources` are only read. Every file is compared with
@@ -80,10 +82,10 @@ def merge(into: Path, sources: Sequence[Path]) -> MergeReport:
     )
 
 
-def _require_distinct(paths: Sequence[Path]) -> None:
-    seen: set[Path] = set()
+def _require_distinct(paths: Sequence[Location]) -> None:
+    seen: set[Location] = set()
     for path in paths:
-        if (real := path.resolve()) in seen:
+        if (real := path.resolve() if isinstance(path, Path) else path) in seen:
             raise CacheError(f"{path}: named twice. Name every cache once.")
         seen.add(real)
 
@@ -123,7 +125,8 @@ def _select(cache: Cache, others: Sequence[Cache]) -> tuple[list[Selection], int
 
 def _add(cache: Cache, selections: Sequence[Selection]) -> list[int]:
     """Commit `selections` as shards of a plan of their own; returns the bytes of each."""
-    require_fit(cache.path, sum(selection.stored_bytes for selection in selections), 0)
+    sizes = [selection.stored_bytes for selection in selections]
+    require_fit(workspace(cache.path), bytes_here(cache.path, sum(sizes), max(sizes)), 0)
     for selection in selections:
         _copy_calibration(cache, selection)
     plan = plan_selections(cache.path, selections, cache.spec, "merge")
@@ -144,7 +147,7 @@ def _copy_calibration(cache: Cache, selection: Selection) -> None:
             f"{selection.storage}/{calibration_key(name)}: expected sha256 {name[:16]}, found "
             f"{found[:16]}. It was changed or damaged; no command can make it again."
         )
-    write_bytes(cache.storage.path(calibration_key(name)), data)
+    cache.storage.put(calibration_key(name), data)
 
 
 def rows(report: MergeReport) -> list[tuple[str, str]]:

@@ -32,9 +32,10 @@ from shared.files import (
     write_json,
     writing,
 )
+from shared.location import Location
 from shared.shard import SAMPLE_ID_BYTES
 
-_DESCRIPTION = "plan.json"
+DESCRIPTION = "plan.json"
 _OWN_DIGEST = "sha256"
 _DAMAGED = (
     "The plan is damaged or of another version. Its committed shards are not affected: delete its "
@@ -192,7 +193,7 @@ class Plan:
 
 def _read_description(directory: Path) -> dict[str, Any]:
     """The fields of `plan.json`, compared with their digest."""
-    fields = read_json(directory / _DESCRIPTION)
+    fields = read_json(directory / DESCRIPTION)
     digest = fields.pop(_OWN_DIGEST, None) if isinstance(fields, dict) else None
     try:
         found = sha256_bytes(canonical_json(fields))
@@ -200,7 +201,7 @@ def _read_description(directory: Path) -> dict[str, Any]:
         found = "no digest"
     if digest != found:
         raise CacheError(
-            f"{directory / _DESCRIPTION}: states sha256 {str(digest)[:16]}, its fields have "
+            f"{directory / DESCRIPTION}: states sha256 {str(digest)[:16]}, its fields have "
             f"{found[:16]}. {_DAMAGED}"
         )
     return dict(fields)
@@ -299,7 +300,7 @@ class PlanWriter:
                 },
             }
             digest = sha256_bytes(canonical_json(fields))
-            write_json(self._wip / _DESCRIPTION, {**fields, _OWN_DIGEST: digest})
+            write_json(self._wip / DESCRIPTION, {**fields, _OWN_DIGEST: digest})
             commit_directory(self._wip, self._target)
         return Plan(self._target)
 
@@ -313,18 +314,26 @@ class PlanWriter:
         remove_tree(self._wip)
 
 
+def is_plan_id(name: str) -> bool:
+    return _PLAN_ID.fullmatch(name) is not None
+
+
 def find_plans(plans: Path) -> list[Path]:
     """Directories of the committed plans, oldest first."""
     if not plans.is_dir():
         return []
     return sorted(
-        (path for path in plans.iterdir() if _PLAN_ID.fullmatch(path.name)),
+        (path for path in plans.iterdir() if is_plan_id(path.name)),
         key=lambda path: int(path.name),
     )
 
 
-def next_plan_id(plans: Path) -> str:
-    """A number above that of every plan and of every committed shard: no id is used twice."""
+def next_plan_id(plans: Path, cache: Location | None = None) -> str:
+    """A number above that of every plan and of every committed shard: no id is used twice.
+
+    Args:
+        cache: of which `plans` are; None for the directory that they are in.
+    """
     used = [path.name for path in find_plans(plans)]
-    used += [shard_id.partition("-")[0] for shard_id in recorded_shards(plans.parent)]
+    used += [shard_id.partition("-")[0] for shard_id in recorded_shards(cache or plans.parent)]
     return f"{max(map(int, used), default=0) + 1:04d}"

@@ -11,18 +11,21 @@ from cache_builder.commit import committed_shards, read_record
 from cache_builder.config import BuildConfig, TargetConfig
 from cache_builder.conversation import Drop
 from cache_builder.corpus import CorpusReader, read_corpus
-from cache_builder.plan import DROPPED, Plan, PlanWriter, find_plans, next_plan_id
+from cache_builder.plan import DROPPED, Plan, PlanWriter, next_plan_id
 from cache_builder.quarantine import quarantined_samples
 from cache_builder.report import MAX_EXAMPLES, UNKNOWN_MODEL, CorpusReport
 from cache_builder.sources import digest_file, find_files
+from cache_builder.stored_plans import own_plans, share_plan
 from cache_builder.template import ChatTemplate
+from cache_builder.workspace import workspace
 from shared import config as configs
 from shared.cache import DESCRIPTION, PLANS, read_description
 from shared.files import canonical_json, sha256_bytes
+from shared.location import Location
 from shared.quantity import count
 from shared.shard_reader import ShardReader
 from shared.spec import CaptureSpec
-from shared.storage import LocalStorage
+from shared.storage import open_storage
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +46,7 @@ def find_or_make_plan(
         DataError: the data cannot be used.
         CacheError: a plan on disk is damaged.
     """
-    plans = config.cache.path / PLANS
+    cache = config.cache.path
     sources = config.data.tagged_sources
     files = [(source, file) for source in sources for file in find_files(source.path)]
     digests = {file: digest_file(file) for _, file in files}
@@ -63,17 +66,17 @@ def find_or_make_plan(
         )
     )
     if retry_quarantined:
-        known, quarantined = committed_samples(config.cache.path)
+        known, quarantined = committed_samples(cache)
         if quarantined:
             logger.info("%d quarantined samples are tried again", len(quarantined))
-            return make_plan(config, spec, template, plans=plans, key=key, known=known)
-    committed = committed_shards(config.cache.path)
-    for age, directory in enumerate(reversed(find_plans(plans))):
+            return share_plan(cache, make_plan(config, spec, template, key=key, known=known))
+    committed = committed_shards(cache)
+    for age, directory in enumerate(reversed(own_plans(cache))):
         plan = Plan(directory)
         # What an older plan left undone, a newer one may have done under other shards.
         if plan.key == key and (age == 0 or committed.issuperset(plan.shard_ids)):
             return plan
-    known, quarantined = committed_samples(config.cache.path)
+    known, quarantined = committed_samples(cache)
     if quarantined:
         logger.warning(
             "%s left out; --retry-quarantined tries them again",
@@ -84,15 +87,14 @@ def find_or_make_plan(
         config,
         spec,
         template,
-        plans=plans,
         key=key,
         known=known,
         digests=digests,
-        known_tags=committed_tags(config.cache.path, spec),
+        known_tags=committed_tags(cache, spec),
     )
     if (plan.directory / DROPPED).stat().st_size:
         logger.warning("every dropped row is listed in %s", plan.directory / DROPPED)
-    return plan
+    return share_plan(cache, plan)
 
 
 def make_plan(
@@ -100,18 +102,23 @@ def make_plan(
     spec: CaptureSpec,
     template: ChatTemplate,
     *,
-    plans: Path,
     key: str,
     known: set[bytes],
+    plans: Path | None = None,
     digests: Mapping[Path, str] | None = None,
     known_tags: Collection[str] = (),
 ) -> Plan:
     """Tokenize the data and write a plan of the samples that are not in `known`.
 
+    Args:
+        plans: where; None for where the builder of the cache works.
+
     Raises:
         DataError: the data cannot be used, or are not as `digests` says.
     """
-    writer = PlanWriter(plans, next_plan_id(plans))
+    cache = config.cache.path
+    number = next_plan_id(plans or workspace(cache) / PLANS, cache)
+    writer = PlanWriter(plans or workspace(cache) / PLANS, number)
     try:
         corpus = open_corpus(
             config,
@@ -166,7 +173,7 @@ def open_corpus(
     )
 
 
-def committed_samples(path: Path) -> tuple[set[bytes], dict[str, str]]:
+def committed_samples(path: Location) -> tuple[set[bytes], dict[str, str]]:
     """What the committed shards of the cache at `path` hold, published or not.
 
     Returns:
@@ -175,7 +182,7 @@ def committed_samples(path: Path) -> tuple[set[bytes], dict[str, str]]:
     shard_ids = committed_shards(path)
     if not shard_ids:
         return set(), {}
-    storage = LocalStorage(path)
+    storage = open_storage(path)
     spec = CaptureSpec.from_dict(read_description(storage)["spec"], f"{path}/{DESCRIPTION}")
     known: set[bytes] = set()
     records = [read_record(path, spec, shard_id)[0] for shard_id in sorted(shard_ids)]
@@ -185,7 +192,7 @@ def committed_samples(path: Path) -> tuple[set[bytes], dict[str, str]]:
     return known, quarantined_samples(records, known)
 
 
-def committed_tags(path: Path, spec: CaptureSpec) -> set[str]:
+def committed_tags(path: Location, spec: CaptureSpec) -> set[str]:
     """Source tags of the committed shards of the cache at `path`."""
     records = (read_record(path, spec, shard_id)[0] for shard_id in committed_shards(path))
     return {tag for record in records for tag in record.sources}

@@ -2,7 +2,6 @@
 
 import logging
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from tqdm import tqdm
 
@@ -20,15 +19,17 @@ from cache_builder.selection import (
     require_no_missing_shard,
     select,
 )
-from cache_builder.space import require_fit, require_floor
+from cache_builder.space import bytes_here, require_fit, require_floor
 from cache_builder.target import resolve_target
 from cache_builder.template import ChatTemplate
 from cache_builder.tokens import load_template
+from cache_builder.workspace import workspace
 from shared.cache import Cache
 from shared.errors import DataError
+from shared.location import Location
 from shared.quantity import count, size
 from shared.spec import CaptureSpec
-from shared.storage import LocalStorage
+from shared.storage import open_storage
 
 logger = logging.getLogger(__name__)
 
@@ -112,8 +113,8 @@ def _wanted_samples(
     return wanted
 
 
-def _select(path: Path, spec: CaptureSpec, wanted: set[bytes]) -> list[Selection]:
-    storage, left = LocalStorage(path), set(wanted)
+def _select(path: Location, spec: CaptureSpec, wanted: set[bytes]) -> list[Selection]:
+    storage, left = open_storage(path), set(wanted)
     selections = []
     for shard_id in sorted(committed_shards(path)):
         selection = select(storage, read_record(path, spec, shard_id)[0], spec, left)
@@ -148,7 +149,9 @@ def _replace(config: BuildConfig, spec: CaptureSpec, changed: list[Selection]) -
     """Replace the shards of `changed` by what stays of them; returns the bytes of that."""
     path = config.cache.path
     partial = [selection for selection in changed if len(selection.rows)]
-    require_fit(path, sum(s.stored_bytes for s in partial), config.cache.min_free_bytes)
+    sizes = [selection.stored_bytes for selection in partial]
+    here = bytes_here(path, sum(sizes), max(sizes, default=0))
+    require_fit(workspace(path), here, config.cache.min_free_bytes)
     # A plan even where nothing is rewritten: no later build may take up an older one, whose
     # shards are partly gone.
     plan = plan_selections(path, partial, spec, "prune")
@@ -156,7 +159,7 @@ def _replace(config: BuildConfig, spec: CaptureSpec, changed: list[Selection]) -
     retire(path, {selection.record.shard_id: new for selection, new in jobs})
     stored = 0
     for selection, new in tqdm(jobs, desc="rewrite", unit="shard", disable=None):
-        require_floor(path, config.cache.min_free_bytes)
+        require_floor(workspace(path), config.cache.min_free_bytes)
         stored += write_selection(path, selection, spec, plan, new).stored_bytes
     # Last: whatever stops this earlier, no shard is lost.
     retire(path, dict.fromkeys(s.record.shard_id for s in changed))

@@ -24,6 +24,7 @@ from cache_builder.verify import Problem
 from shared import config as configs
 from shared.cache import Cache
 from shared.errors import CacheError, CacheIncompatibleError, ConfigError
+from shared.location import Location
 from shared.quantity import count
 
 NOISE = 0.02
@@ -61,7 +62,7 @@ class Recapture:
         }
 
 
-def recapture(path: Path, target_path: Path, num_samples: int, *, seed: int = 0) -> Recapture:
+def recapture(path: Location, target_path: Path, num_samples: int, *, seed: int = 0) -> Recapture:
     """Compare `num_samples` random samples, decoded, with what the target in `target_path` gives.
 
     A sample is a problem if a layer differs by more than `NOISE` plus what the codec loses of it.

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 
 from cache_builder.build import explaining_interrupts
 from cache_builder.commit import committed_shards, discard_uncommitted, publish, read_record
@@ -16,8 +15,9 @@ from cache_builder.description import (
 )
 from cache_builder.jobs import capture_shards, make_job
 from cache_builder.lock import builder_lock
-from cache_builder.plan import Plan, find_plans
+from cache_builder.plan import Plan
 from cache_builder.retirement import retired_shards
+from cache_builder.stored_plans import own_plans
 from cache_builder.target import resolve_target, stamp_files
 from cache_builder.tokens import load_template
 from cache_builder.verify import Problem, verify_cache, verify_unpublished
@@ -25,17 +25,17 @@ from cache_builder.worker import Prepared, Task
 from shared.cache import (
     GENERATIONS,
     MANIFEST,
-    PLANS,
     generation_key,
     read_description,
     read_manifest,
     record_key,
 )
 from shared.errors import CacheError, CacheNotFoundError
-from shared.files import sha256_file, write_json
+from shared.files import sha256_file
+from shared.location import Location
 from shared.manifest import Manifest
 from shared.spec import CaptureSpec
-from shared.storage import LocalStorage
+from shared.storage import open_storage, put_json
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ def _capture(
             capture_shards(config, job, plan, tasks, prepared)
 
 
-def _forward(path: Path, spec: CaptureSpec, plan: Plan, shard_id: str) -> Forward:
+def _forward(path: Location, spec: CaptureSpec, plan: Plan, shard_id: str) -> Forward:
     """How the shard was captured: as its record says, or its plan where that is lost."""
     with contextlib.suppress(CacheError):
         record, _ = read_record(path, spec, shard_id)
@@ -122,13 +122,13 @@ def _forward(path: Path, spec: CaptureSpec, plan: Plan, shard_id: str) -> Forwar
     return plan.forward
 
 
-def _restore_manifest(path: Path) -> Manifest | None:
+def _restore_manifest(path: Location) -> Manifest | None:
     """The newest manifest, put back from the copy of its generation if it is damaged or lost.
 
     Raises:
         CacheError: it is damaged and so is every copy.
     """
-    storage = LocalStorage(path)
+    storage = open_storage(path)
     try:
         return read_manifest(storage)
     except CacheError as error:
@@ -136,7 +136,7 @@ def _restore_manifest(path: Path) -> Manifest | None:
         for generation in sorted(int(n) for n in names if n.isascii() and n.isdigit())[::-1]:
             with contextlib.suppress(CacheError):
                 manifest = read_manifest(storage, generation)
-                write_json(path / MANIFEST, manifest.to_dict())
+                put_json(storage, MANIFEST, manifest.to_dict())
                 logger.warning("%s It was put back from generation %d.", error, generation)
                 return manifest
         if isinstance(error, CacheNotFoundError):
@@ -157,8 +157,10 @@ def _restore_copies(config: BuildConfig, problems: Sequence[Problem]) -> None:
     path = config.cache.path
     for problem in problems:
         if problem.piece == "generation":
-            manifest = read_manifest(LocalStorage(path))
-            write_json(path / generation_key(manifest.generation, "json"), manifest.to_dict())
+            manifest = read_manifest(open_storage(path))
+            put_json(
+                open_storage(path), generation_key(manifest.generation, "json"), manifest.to_dict()
+            )
             logger.warning("%s It was written again.", problem.message)
         elif problem.piece == "target":
             _restore_target_file(config, problem)
@@ -168,7 +170,7 @@ def _restore_copies(config: BuildConfig, problems: Sequence[Problem]) -> None:
 
 def _restore_target_file(config: BuildConfig, problem: Problem) -> None:
     path, target_path = config.cache.path, resolve_target(config.target)
-    expected = read_description(LocalStorage(path))["target_files"][problem.name]
+    expected = read_description(open_storage(path))["target_files"][problem.name]
     source = target_path / problem.name
     if not source.is_file() or sha256_file(source) != expected:
         raise CacheError(
@@ -179,21 +181,20 @@ def _restore_target_file(config: BuildConfig, problem: Problem) -> None:
     logger.warning("%s It was copied from the target again.", problem.message)
 
 
-def _open_plans(path: Path) -> list[Plan]:
+def _open_plans(path: Location) -> list[Plan]:
     """The plans on disk, without those that are damaged: verifying has named them."""
     plans = []
-    for directory in find_plans(path / PLANS):
+    for directory in own_plans(path):
         with contextlib.suppress(CacheError):
             plans.append(Plan(directory))
     return plans
 
 
-def _drop(path: Path, lost: Sequence[str], *, allowed: bool) -> None:
+def _drop(path: Location, lost: Sequence[str], *, allowed: bool) -> None:
     if lost and not allowed:  # nothing is deleted that cannot come back
         raise CacheError(
             f"{path}: shards {', '.join(lost[:8])} are damaged and no plan on disk has "
             "them. Restore the plans; or repair with --drop-lost, which lets go of them, and "
             "build again, which captures their samples from the data."
         )
-    for shard_id in lost:
-        (path / record_key(shard_id)).unlink(missing_ok=True)
+    open_storage(path).delete(*(record_key(shard_id) for shard_id in lost))

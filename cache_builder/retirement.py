@@ -8,85 +8,77 @@ Retired shards stay on disk until a generation without them is published.
 
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 
-from shared.cache import GENERATIONS, RECORDS, generation_key, read_manifest, record_key
+from shared.cache import RECORDS, generation_key, read_manifest, record_key
 from shared.errors import CacheError
-from shared.files import read_json, remove_tree, sync_directory, write_json, writing
+from shared.files import parse_json
+from shared.location import Location
 from shared.manifest import Manifest, check_shard_id, is_shard_id
 from shared.shard import GROUP
-from shared.storage import LocalStorage
+from shared.storage import Storage, open_storage, put_json
 
 logger = logging.getLogger(__name__)
 
 RETIRED = "retired.json"
 
 
-def recorded_shards(cache: Path) -> set[str]:
+def recorded_shards(cache: Location) -> set[str]:
     """Ids of the shards that have a record, retired or not."""
-    return {path.stem for path in (cache / RECORDS).glob("*.json") if _is_record(path)}
+    names = open_storage(cache).names(RECORDS)
+    return {name.removesuffix(".json") for name in names if _is_record(name)}
 
 
-def foreign_records(cache: Path) -> list[Path]:
-    """What lies among the records and is none: no command reads it or removes it."""
-    if not (cache / RECORDS).is_dir():
-        return []
-    return sorted(
-        path
-        for path in (cache / RECORDS).iterdir()
-        if not _is_record(path) and path.suffix != ".partial"
-    )
+def foreign_records(cache: Location) -> list[str]:
+    """Names of what lies among the records and is none: no command reads it or removes it."""
+    names = open_storage(cache).names(RECORDS)
+    return [name for name in names if not _is_record(name) and not name.endswith(".partial")]
 
 
-def _is_record(path: Path) -> bool:
-    return path.suffix == ".json" and is_shard_id(path.stem) and path.is_file()
+def _is_record(name: str) -> bool:
+    return name.endswith(".json") and is_shard_id(name.removesuffix(".json"))
 
 
-def retired_shards(cache: Path) -> set[str]:
+def retired_shards(cache: Location) -> set[str]:
     """Ids of the shards that no later generation may hold.
 
     Raises:
         CacheError: `retired.json` is damaged.
     """
     recorded = recorded_shards(cache)
-    return {old for old, new in _read(cache).items() if new is None or new in recorded}
+    return {
+        old for old, new in _read(open_storage(cache)).items() if new is None or new in recorded
+    }
 
 
-def retire(cache: Path, replacements: Mapping[str, str | None]) -> None:
+def retire(cache: Location, replacements: Mapping[str, str | None]) -> None:
     """Retire each shard of `replacements` once what it maps to is committed; at once for None."""
     fields = {**dict.fromkeys(retired_shards(cache)), **replacements}
-    write_json(cache / RETIRED, fields)
+    put_json(open_storage(cache), RETIRED, fields)
 
 
-def remove_retired(cache: Path, published: Manifest) -> None:
+def remove_retired(cache: Location, published: Manifest) -> None:
     """Delete the retired shards and the older generations that name one.
 
     `published` is the newest manifest: it names none of them. The generations go first, so that
     whoever asks for one is told so; `retired.json` goes last, so that a kill at any point leaves
     what the next call needs.
     """
-    if not (cache / RETIRED).exists():
+    storage = open_storage(cache)
+    if not storage.exists(RETIRED):
         return
     retired = retired_shards(cache)
     assert not retired & published.records.keys()
-    with writing(cache):
-        removed = [
-            generation
-            for generation in range(1, published.generation)
-            if _names_any(cache, generation, retired)
-        ]
-        for generation in removed:
-            (cache / generation_key(generation, "json")).unlink(missing_ok=True)
-            (cache / generation_key(generation, "index.safetensors")).unlink(missing_ok=True)
-        sync_directory(cache / GENERATIONS)
-        for shard_id in sorted(retired):
-            (cache / record_key(shard_id)).unlink(missing_ok=True)
-        sync_directory(cache / RECORDS)  # lost, the shards would be part of the cache again
-        for shard_id in sorted(retired):
-            remove_tree(cache / GROUP / shard_id)
-        sync_directory(cache / GROUP)
-        (cache / RETIRED).unlink()
-        sync_directory(cache)
+    removed = [
+        generation
+        for generation in range(1, published.generation)
+        if _names_any(storage, generation, retired)
+    ]
+    suffixes = ("json", "index.safetensors")
+    storage.delete(*(generation_key(number, suffix) for number in removed for suffix in suffixes))
+    # Durable before the groups go: lost, the shards would be part of the cache again.
+    storage.delete(*(record_key(shard_id) for shard_id in sorted(retired)))
+    storage.delete_trees(*(f"{GROUP}/{shard_id}" for shard_id in sorted(retired)))
+    storage.delete(RETIRED)
     if removed:
         logger.info(
             "generation %d replaces %s: shards of theirs are gone",
@@ -95,21 +87,21 @@ def remove_retired(cache: Path, published: Manifest) -> None:
         )
 
 
-def _names_any(cache: Path, generation: int, shards: set[str]) -> bool:
-    if not (cache / generation_key(generation, "json")).exists():
+def _names_any(storage: Storage, generation: int, shards: set[str]) -> bool:
+    if not storage.exists(generation_key(generation, "json")):
         # A kill may have come between its two files.
-        return (cache / generation_key(generation, "index.safetensors")).exists()
+        return storage.exists(generation_key(generation, "index.safetensors"))
     try:
-        return not shards.isdisjoint(read_manifest(LocalStorage(cache), generation).records)
+        return not shards.isdisjoint(read_manifest(storage, generation).records)
     except CacheError:
         return False  # damaged: it opens for nobody, and says why
 
 
-def _read(cache: Path) -> dict[str, str | None]:
-    path = cache / RETIRED
-    if not path.exists():
+def _read(storage: Storage) -> dict[str, str | None]:
+    if not storage.exists(RETIRED):
         return {}
-    fields = read_json(path)
+    where = f"{storage}/{RETIRED}"
+    fields = parse_json(storage.read(RETIRED), where)
     try:
         for old, new in fields.items():
             check_shard_id(old)
@@ -117,7 +109,7 @@ def _read(cache: Path) -> dict[str, str | None]:
                 check_shard_id(new)
     except (AttributeError, TypeError, ValueError) as error:
         raise CacheError(
-            f"{path}: expected shard ids, found {error}. The file is damaged: delete it, then run "
+            f"{where}: expected shard ids, found {error}. The file is damaged: delete it, then run "
             "`cache-builder prune` again."
         ) from None
     return dict(fields)

@@ -13,9 +13,11 @@ from cache_builder.commit import commit_shard
 from cache_builder.plan import Plan
 from cache_builder.quality import LayerSums
 from cache_builder.selection import Selection
+from cache_builder.workspace import workspace
 from shared.cache import WIP, read_calibration
 from shared.errors import ShardCorruptError
 from shared.files import remove_tree, sha256_bytes, write_json, writing
+from shared.location import Location
 from shared.manifest import ShardRecord, StoredFile
 from shared.shard import GROUP, CapturedSample
 from shared.shard_reader import ShardReader
@@ -27,14 +29,14 @@ _COPY_BYTES = 1 << 24
 
 
 def write_selection(
-    cache: Path, selection: Selection, spec: CaptureSpec, plan: Plan, shard_id: str
+    cache: Location, selection: Selection, spec: CaptureSpec, plan: Plan, shard_id: str
 ) -> ShardRecord:
     """Write and commit `selection` as shard `shard_id` of `plan` in `cache`.
 
     Raises:
         ShardCorruptError: a stored byte is not what was written. Nothing is committed.
     """
-    wip = cache / WIP / shard_id
+    wip = workspace(cache) / WIP / shard_id
     remove_tree(wip)
     if selection.is_whole:
         record = _copy_files(selection, wip, shard_id)
@@ -90,10 +92,11 @@ def _copy_samples(
 def _copy_files(selection: Selection, wip: Path, shard_id: str) -> ShardRecord:
     """A whole shard, file by file; only its name in the attributes changes."""
     record, files = selection.record, dict(selection.record.files)
+    sizes = selection.storage.sizes(f"{GROUP}/{record.shard_id}")
     for name, expected in files.items():
         with writing(wip):
             (wip / name).parent.mkdir(parents=True, exist_ok=True)
-        _copy_file(selection, name, expected, wip / name)
+        _copy_file(selection, name, expected, sizes.get(name, 0), wip / name)
     path = wip / _GROUP_FILE
     group = json.loads(path.read_bytes())
     group["attributes"]["shard_id"] = shard_id
@@ -103,11 +106,13 @@ def _copy_files(selection: Selection, wip: Path, shard_id: str) -> ShardRecord:
     return replace(record, shard_id=shard_id, files=files)
 
 
-def _copy_file(selection: Selection, name: str, expected: StoredFile, target: Path) -> None:
+def _copy_file(
+    selection: Selection, name: str, expected: StoredFile, found: int, target: Path
+) -> None:
     key = f"{GROUP}/{selection.record.shard_id}/{name}"
-    if (size := _size(selection.storage.path(key))) != expected.size:
+    if found != expected.size:
         raise ShardCorruptError(
-            f"{selection.storage}/{key}: expected {expected.size:,} bytes, found {size:,}. Run "
+            f"{selection.storage}/{key}: expected {expected.size:,} bytes, found {found:,}. Run "
             "`cache-builder repair` on that cache."
         )
     digest = hashlib.sha256()
@@ -122,7 +127,3 @@ def _copy_file(selection: Selection, name: str, expected: StoredFile, target: Pa
             f"{selection.storage}/{key}: expected sha256 {expected.sha256[:16]}, found "
             f"{digest.hexdigest()[:16]}. Run `cache-builder repair` on that cache."
         )
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else 0

@@ -2,8 +2,8 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -13,21 +13,27 @@ from cache_builder.config import CaptureConfig, Forward, WorkersConfig
 from cache_builder.corpus import TokenizedSample
 from cache_builder.plan import Plan, PlanWriter, next_plan_id
 from cache_builder.retirement import retired_shards
+from cache_builder.stored_plans import readable_plans, share_plan
+from cache_builder.workspace import workspace
 from shared.cache import PLANS, read_manifest
 from shared.errors import CacheError, ShardCorruptError
+from shared.location import Location
 from shared.manifest import ShardRecord
 from shared.shard_reader import ShardReader
 from shared.spec import CaptureSpec
-from shared.storage import LocalStorage
+from shared.storage import Storage, open_storage
 
 _UNKNOWN_FILE = "unknown"
+
+_PlanKey = tuple[Location, str]
+"""A cache and the id of one of its plans."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Selection:
     """Some samples of one stored shard."""
 
-    storage: LocalStorage
+    storage: Storage
     record: ShardRecord
     rows: npt.NDArray[np.int64]
     """int64 [N]: ascending rows of the shard."""
@@ -49,7 +55,7 @@ class Selection:
 
 
 def select(
-    storage: LocalStorage, record: ShardRecord, spec: CaptureSpec, wanted: set[bytes]
+    storage: Storage, record: ShardRecord, spec: CaptureSpec, wanted: set[bytes]
 ) -> Selection:
     """The samples of a shard that are in `wanted`. They are taken out of it: no sample twice.
 
@@ -67,13 +73,13 @@ def select(
     return Selection(storage, record, chosen, num_tokens, dict(record.quarantined))
 
 
-def require_no_missing_shard(cache: Path) -> None:
+def require_no_missing_shard(cache: Location) -> None:
     """Refuse to publish a generation that lost what the newest one has.
 
     Raises:
         CacheError: a shard of the newest generation has no record.
     """
-    published = read_manifest(LocalStorage(cache)).records.keys()
+    published = read_manifest(open_storage(cache)).records.keys()
     if missing := sorted(published - committed_shards(cache) - retired_shards(cache)):
         raise CacheError(
             f"{cache}: {len(missing)} of {len(published)} shards are missing "
@@ -82,7 +88,7 @@ def require_no_missing_shard(cache: Path) -> None:
 
 
 def plan_selections(
-    cache: Path, selections: Sequence[Selection], spec: CaptureSpec, command: str
+    cache: Location, selections: Sequence[Selection], spec: CaptureSpec, command: str
 ) -> Plan:
     """Write a plan of `selections` into `cache`: its shards are theirs, in this order.
 
@@ -92,25 +98,28 @@ def plan_selections(
     Raises:
         ShardCorruptError: a shard is damaged, or a sample is not the one its id names.
     """
-    plans = cache / PLANS
-    plan_id = next_plan_id(plans)
+    plans = workspace(cache) / PLANS
+    plan_id = next_plan_id(plans, cache)
     writer = PlanWriter(plans, plan_id)
+    stack = ExitStack()
     try:
-        origins, captured_by = {}, _open_plans(selections)
+        origins, captured_by = {}, _open_plans(selections, stack)
         for number, selection in enumerate(selections):
             origins[f"{plan_id}-{number:05d}"] = (
-                f"{selection.storage.root.name}/{selection.record.shard_id}"
+                f"{selection.storage.location.name}/{selection.record.shard_id}"
             )
-            captured = captured_by.get(_plan_directory(selection))
+            captured = captured_by.get(_plan_of(selection))
             for sample in _tokenized(selection, spec, captured):
                 writer.add(sample)
-        return writer.commit(
+        plan = writer.commit(
             key=command,
             forward=_forward(selections, captured_by),
             report={"copied_from": origins},
             shard_sizes=[len(selection.rows) for selection in selections],
         )
+        return share_plan(cache, plan)
     finally:
+        stack.close()
         writer.discard()
 
 
@@ -144,22 +153,24 @@ def _tokenized(
         yield sample
 
 
-def _forward(selections: Sequence[Selection], plans: Mapping[Path, Plan]) -> Forward:
+def _forward(selections: Sequence[Selection], plans: Mapping[_PlanKey, Plan]) -> Forward:
     """How these samples were captured, where a plan still says so: what a repair should do."""
     for selection in selections:
-        if (plan := plans.get(_plan_directory(selection))) is not None:
+        if (plan := plans.get(_plan_of(selection))) is not None:
             return plan.forward
     return Forward(CaptureConfig().batch_tokens, WorkersConfig().threads)
 
 
-def _open_plans(selections: Sequence[Selection]) -> dict[Path, Plan]:
-    """The plans that captured the shards, by their directories; without those that are damaged."""
+def _open_plans(selections: Sequence[Selection], stack: ExitStack) -> dict[_PlanKey, Plan]:
+    """The plans that captured the shards, until `stack` closes; without those that are damaged."""
     plans = {}
-    for directory in sorted({_plan_directory(selection) for selection in selections}):
-        with contextlib.suppress(CacheError):
-            plans[directory] = Plan(directory)
+    for location in dict.fromkeys(selection.storage.location for selection in selections):
+        directory = stack.enter_context(readable_plans(location))
+        for plan_id in sorted({key[1] for key in map(_plan_of, selections) if key[0] == location}):
+            with contextlib.suppress(CacheError):
+                plans[location, plan_id] = Plan(directory / plan_id)
     return plans
 
 
-def _plan_directory(selection: Selection) -> Path:
-    return selection.storage.root / PLANS / selection.record.shard_id.partition("-")[0]
+def _plan_of(selection: Selection) -> _PlanKey:
+    return selection.storage.location, selection.record.shard_id.partition("-")[0]

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 from shared.errors import OutOfSpaceError
+from shared.location import Location, S3Url
 from shared.quantity import size
 
 
@@ -12,6 +13,14 @@ def free_bytes(path: Path) -> int:
     while not path.exists():
         path = path.parent
     return shutil.disk_usage(path).free
+
+
+def bytes_here(cache: Location, total: float, largest: float, num_writers: int = 1) -> float:
+    """What a cache that grows by `total` bytes needs of this machine's disk.
+
+    In a bucket it is the shards in progress only: at most `largest` bytes for each writer.
+    """
+    return min(total, largest * num_writers) if isinstance(cache, S3Url) else total
 
 
 def require_floor(path: Path, floor_bytes: int) -> None:

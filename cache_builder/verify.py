@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -10,20 +9,21 @@ import torch
 from cache_builder.commit import read_record
 from cache_builder.plan import Plan, find_plans
 from cache_builder.retirement import RETIRED, foreign_records, retired_shards
+from cache_builder.stored_plans import readable_plans
 from shared.cache import (
     MANIFEST,
-    PLANS,
+    RECORDS,
     Cache,
     generation_key,
     read_description,
     read_manifest,
 )
 from shared.errors import CacheError
-from shared.files import sha256_file
+from shared.location import Location
 from shared.manifest import ShardRecord
 from shared.shard import GROUP
 from shared.spec import CaptureSpec
-from shared.storage import LocalStorage
+from shared.storage import open_storage
 
 Piece = Literal[
     "description",
@@ -68,7 +68,7 @@ class Problem:
 
 
 def verify_cache(
-    path: Path, *, deep: bool, progress: Callable[[int], None] = lambda shards: None
+    path: Location, *, deep: bool, progress: Callable[[int], None] = lambda shards: None
 ) -> list[Problem]:
     """What is wrong with the newest generation of a cache; empty if nothing is.
 
@@ -87,7 +87,9 @@ def verify_cache(
     return problems
 
 
-def verify_unpublished(path: Path, spec: CaptureSpec, shard_ids: Iterable[str]) -> list[Problem]:
+def verify_unpublished(
+    path: Location, spec: CaptureSpec, shard_ids: Iterable[str]
+) -> list[Problem]:
     """What is wrong with committed shards that no generation has yet: every byte of them."""
     problems = []
     for shard_id in sorted(shard_ids):
@@ -105,9 +107,9 @@ def _problem(
     return Problem(piece, shard, kind, str(error), name)
 
 
-def _verify_top(path: Path) -> list[Problem]:
+def _verify_top(path: Location) -> list[Problem]:
     """`cache.json` and `manifest.json`."""
-    storage = LocalStorage(path)
+    storage = open_storage(path)
     try:
         CaptureSpec.from_dict(read_description(storage)["spec"], str(path))
     except CacheError as error:
@@ -150,21 +152,23 @@ def _verify_whole(cache: Cache) -> list[Problem]:
     return problems
 
 
-def _verify_builder(path: Path) -> list[Problem]:
+def _verify_builder(path: Location) -> list[Problem]:
     """What only the builder reads."""
     problems = []
-    for directory in find_plans(path / PLANS):
-        try:
-            Plan(directory)
-        except CacheError as error:
-            problems.append(_problem("plan", error, name=directory.name))
+    with readable_plans(path) as plans:
+        for directory in find_plans(plans):
+            try:
+                Plan(directory)
+            except CacheError as error:
+                problems.append(_problem("plan", error, name=directory.name))
     try:
         retired_shards(path)
     except CacheError as error:
         problems.append(_problem("records", error, name=RETIRED))
     for foreign in foreign_records(path):
-        message = f"{foreign}: not a record of this cache. No command reads it; remove it."
-        problems.append(Problem("records", None, "foreign", message, foreign.name))
+        where = f"{path}/{RECORDS}/{foreign}"
+        message = f"{where}: not a record of this cache. No command reads it; remove it."
+        problems.append(Problem("records", None, "foreign", message, foreign))
     return problems
 
 
@@ -193,18 +197,20 @@ def _verify_shard(cache: Cache, shard_id: str, *, deep: bool) -> list[Problem]:
     return problems
 
 
-def _verify_files(path: Path, record: ShardRecord, *, deep: bool) -> list[Problem]:
-    group = path / GROUP / record.shard_id
+def _verify_files(path: Location, record: ShardRecord, *, deep: bool) -> list[Problem]:
+    storage, group = open_storage(path), f"{GROUP}/{record.shard_id}"
+    sizes = storage.sizes(group)
     problems = []
     for name, expected in record.files.items():
-        file = group / name
         where = f"{path}: shard {record.shard_id}, {name}"
-        if not file.is_file():
+        if (size := sizes.get(name)) is None:
             problems.append(Problem("shard", record.shard_id, "missing", f"{where}: missing"))
-        elif (size := file.stat().st_size) != expected.size:
+        elif size != expected.size:
             message = f"{where}: expected {expected.size:,} bytes, found {size:,}"
             problems.append(Problem("shard", record.shard_id, "damaged", message))
-        elif (deep or file.name == "zarr.json") and sha256_file(file) != expected.sha256:
+        elif (deep or name.endswith("zarr.json")) and (
+            storage.sha256(f"{group}/{name}") != expected.sha256
+        ):
             message = f"{where}: other bytes than were written"
             problems.append(Problem("shard", record.shard_id, "damaged", message))
     return problems

@@ -19,13 +19,14 @@ from cache_builder.lock import worker_lock
 from cache_builder.plan import Plan
 from cache_builder.target import FileStamps, Target, require_unchanged
 from shared import log
-from shared.cache import CALIBRATIONS, HEAD, calibration_to_bytes, read_calibration
+from shared.cache import HEAD, calibration_key, calibration_to_bytes, read_calibration
 from shared.errors import DraftCacheError
-from shared.files import sha256_bytes, write_bytes
+from shared.files import sha256_bytes
+from shared.location import Location
 from shared.manifest import ShardRecord
 from shared.memory import keep_freed_memory
 from shared.spec import CaptureSpec
-from shared.storage import LocalStorage
+from shared.storage import open_storage
 
 _CALIBRATION_TOKENS = 8192
 """500 tokens of one domain move the ratio by under 1 %; this covers a few domains."""
@@ -45,7 +46,7 @@ class Task:
 class Job:
     """What every worker of a build needs to know."""
 
-    cache: Path
+    cache: Location
     plan: Path
     spec: CaptureSpec
     target_path: Path
@@ -77,7 +78,7 @@ class Worker:
         """Write the frozen head, and learn the channels if the codec needs them."""
         job = self._job
         head = self._target.head().to_bytes()
-        write_bytes(job.cache / HEAD, head)
+        open_storage(job.cache).put(HEAD, head)
         codec = job.spec.build_codec()
         name = None
         if codec.needs_calibration:
@@ -90,7 +91,7 @@ class Worker:
             assert calibration is not None
             data = calibration_to_bytes(calibration.to("cpu"))
             name = sha256_bytes(data)
-            write_bytes(job.cache / CALIBRATIONS / f"{name}.safetensors", data)
+            open_storage(job.cache).put(calibration_key(name), data)
         return Prepared(sha256_bytes(head), name)
 
     def capture(
@@ -102,7 +103,7 @@ class Worker:
             self._plan,
             job.spec,
             self._target,
-            calibration=read_calibration(LocalStorage(job.cache), calibration, job.spec),
+            calibration=read_calibration(open_storage(job.cache), calibration, job.spec),
             calibration_name=calibration,
             min_free_bytes=job.min_free_bytes,
         )

@@ -4,7 +4,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,11 +20,12 @@ from shared.errors import (
 from shared.files import canonical_json, parse_json, sha256_bytes
 from shared.head import Head
 from shared.index import SampleIndex
+from shared.location import Location
 from shared.manifest import Manifest, ShardRecord
 from shared.shard import StoredSample
 from shared.shard_reader import ShardReader
 from shared.spec import FORMAT_VERSION, CaptureSpec
-from shared.storage import LocalStorage
+from shared.storage import Storage, open_storage
 
 FORMAT = "draftcache"
 DESCRIPTION = "cache.json"
@@ -73,7 +73,7 @@ class Cache:
 
     def __init__(
         self,
-        path: Path,
+        path: Location,
         *,
         generation: int | None = None,
         open_shards: int = 64,
@@ -90,7 +90,7 @@ class Cache:
             CacheError: its metadata are damaged.
         """
         self.path = path
-        self.storage = LocalStorage(path)
+        self.storage = open_storage(path)
         self.description = read_description(self.storage)
         self.spec = CaptureSpec.from_dict(self.description["spec"], f"{path}/{DESCRIPTION}")
         self.codec = self.spec.build_codec()
@@ -222,7 +222,7 @@ class Cache:
             ) from error
 
 
-def read_index(storage: LocalStorage, manifest: Manifest) -> SampleIndex:
+def read_index(storage: Storage, manifest: Manifest) -> SampleIndex:
     """The index of a generation, checked against its manifest.
 
     Raises:
@@ -253,9 +253,7 @@ def require_layers(record: ShardRecord, spec: CaptureSpec, where: str) -> None:
         )
 
 
-def read_calibration(
-    storage: LocalStorage, name: str | None, spec: CaptureSpec
-) -> Calibration | None:
+def read_calibration(storage: Storage, name: str | None, spec: CaptureSpec) -> Calibration | None:
     """The quantiser's channels by the name that a record gives; None for a lossless codec.
 
     Raises:
@@ -280,7 +278,7 @@ def read_calibration(
     return Calibration(mean_LD, step_LD)
 
 
-def read_description(storage: LocalStorage) -> dict[str, Any]:
+def read_description(storage: Storage) -> dict[str, Any]:
     """`cache.json`: its fields, checked by name, type and version.
 
     Raises:
@@ -321,7 +319,7 @@ def read_description(storage: LocalStorage) -> dict[str, Any]:
     return fields
 
 
-def read_manifest(storage: LocalStorage, generation: int | None = None) -> Manifest:
+def read_manifest(storage: Storage, generation: int | None = None) -> Manifest:
     """The newest manifest, or that of `generation`.
 
     Raises:
@@ -348,7 +346,7 @@ def read_manifest(storage: LocalStorage, generation: int | None = None) -> Manif
     return manifest
 
 
-def read_checked(storage: LocalStorage, key: str, digest: str) -> Any:
+def read_checked(storage: Storage, key: str, digest: str) -> Any:
     """JSON of `key` whose bytes must have `digest`."""
     data = storage.read(key)
     _require_digest(data, digest, f"{storage}/{key}")

@@ -7,12 +7,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import click
 
 from shared import log
-from shared.errors import DraftCacheError
+from shared.errors import ConfigError, DraftCacheError
+from shared.location import Location, parse_location
 from shared.memory import keep_freed_memory
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,22 @@ def config_options(command: F) -> F:
         required=True,
         help="TOML file with the settings.",
     )(command)
+
+
+class LocationType(click.ParamType):  # type: ignore[type-arg]  # generic only in the stubs
+    """A directory, or `s3://BUCKET/PREFIX`."""
+
+    name = "location"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Location:
+        if not isinstance(value, str):
+            return cast(Location, value)  # click may ask twice
+        try:
+            return parse_location(value)
+        except ConfigError as error:
+            self.fail(str(error), param, ctx)
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

@@ -87,9 +87,7 @@ def parse_path(text: str) -> Path:
     if "\0" in text:
         raise ConfigError(f"expected a path without NUL, got {text[:MAX_NAME_BYTES]!r}")
     if max(len(name.encode(errors="replace")) for name in text.split("/")) > MAX_NAME_BYTES:
-        raise ConfigError(
-            f"expected names of at most {MAX_NAME_BYTES} bytes, got {text[:40]!r}..."
-        )
+        raise ConfigError(f"expected names of at most {MAX_NAME_BYTES} bytes, got {text[:40]!r}...")
     if _SCHEME.match(text):
         raise ConfigError(
             f"{text.partition('://')[0]}://... is not a path. Only caches may lie elsewhere, at "

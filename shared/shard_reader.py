@@ -1,7 +1,6 @@
 """Reading one shard by sample: every byte is checked, and only those of the sample are read."""
 
 from itertools import pairwise
-from typing import Any
 
 import google_crc32c
 import numpy as np
@@ -26,7 +25,7 @@ from shared.shard import (
     chunks_of,
 )
 from shared.spec import CaptureSpec
-from shared.storage import LocalStorage, StoredObject
+from shared.storage import OpenObject, Storage
 
 _stored = Scratch()
 """Encoded bytes of the sample that a thread is reading."""
@@ -35,7 +34,7 @@ _stored = Scratch()
 class ShardReader:
     """Reads samples of one committed shard. Thread-safe: it has no position."""
 
-    def __init__(self, storage: LocalStorage, record: ShardRecord, spec: CaptureSpec) -> None:
+    def __init__(self, storage: Storage, record: ShardRecord, spec: CaptureSpec) -> None:
         """Read and check everything but the states.
 
         Raises:
@@ -46,10 +45,10 @@ class ShardReader:
         self._spec = spec
         self.record = record
         self._prefix = f"{GROUP}/{record.shard_id}"
-        self.arrays = {name: self._read_small(name, kind) for name, kind in SMALL_ARRAYS.items()}
+        self.arrays = self._read_arrays()
         self._check_shapes()
         self._bounds = self._read_index()
-        self._states: StoredObject | None = None
+        self._states: OpenObject | None = None
 
     def __len__(self) -> int:
         return self.record.num_samples
@@ -91,7 +90,7 @@ class ShardReader:
             self.record.calibration,
         )
 
-    def _open_states(self) -> StoredObject:
+    def _open_states(self) -> OpenObject:
         """The states, open from the first sample on: readers of the small arrays hold no file."""
         if self._states is None:  # two threads may both open it, and the later one stays
             self._states = self._storage.open(f"{self._prefix}/{STATES_OBJECT}")
@@ -100,26 +99,30 @@ class ShardReader:
     def sample_id(self, row: int) -> str:
         return bytes(self.arrays["sample_ids"][row]).hex()
 
-    def _read_file(self, name: str) -> bytes:
+    def _read_arrays(self) -> dict[str, Array]:
+        """The small arrays; one that is empty has no file."""
+        files = {name: f"{name}/c/0{'/0' if _tail(name) else ''}" for name in SMALL_ARRAYS}
+        stored = [file for file in files.values() if file in self.record.files]
+        found = self._storage.read_many(f"{self._prefix}/{file}" for file in stored)
+        data = dict(zip(stored, found, strict=True))
+        arrays = {}
+        for name, dtype in SMALL_ARRAYS.items():
+            arrays[name] = np.empty((0, *_tail(name)), dtype)
+            if (file := files[name]) in data:
+                self._check_file(file, data[file])
+                values = zstd.decompress(data[file][:-CRC_BYTES])
+                # A copy is writable, as torch.from_numpy wants.
+                arrays[name] = np.frombuffer(values, dtype).reshape(-1, *_tail(name)).copy()
+        return arrays
+
+    def _check_file(self, name: str, data: bytes) -> None:
         where = f"{self._storage}: shard {self.record.shard_id}, {name}"
-        if name not in self.record.files:
-            raise ShardCorruptError(f"{where}: not in the record. Run `cache-builder repair`.")
-        data = self._storage.read(f"{self._prefix}/{name}")
         expected = self.record.files[name]
         if len(data) != expected.size or sha256_bytes(data) != expected.sha256:
             raise ShardCorruptError(
                 f"{where}: expected {expected.size:,} bytes with sha256 {expected.sha256[:16]}, "
                 f"found {len(data):,} with {sha256_bytes(data)[:16]}. Run `cache-builder repair`."
             )
-        return data
-
-    def _read_small(self, name: str, dtype: np.dtype[Any]) -> Array:
-        tail = (SAMPLE_ID_BYTES,) if name == "sample_ids" else ()
-        if f"{name}/c/0{'/0' if tail else ''}" not in self.record.files:
-            return np.empty((0, *tail), dtype)  # an empty array has no chunk
-        data = self._read_file(f"{name}/c/0{'/0' if tail else ''}")
-        values = np.frombuffer(zstd.decompress(data[:-CRC_BYTES]), dtype).reshape(-1, *tail)
-        return values.copy()  # writable, as torch.from_numpy wants
 
     def _check_shapes(self) -> None:
         record, arrays, num = self.record, self.arrays, self.record.num_samples
@@ -177,3 +180,8 @@ class ShardReader:
                 f"{where}: chunks are missing from the index. Run `cache-builder repair`."
             )
         return begins.astype(np.int64)
+
+
+def _tail(name: str) -> tuple[int, ...]:
+    """Shape of one value of a small array."""
+    return (SAMPLE_ID_BYTES,) if name == "sample_ids" else ()

@@ -1,9 +1,144 @@
-"""Where a cache lies: the few reads that everything above needs."""
+"""Where a cache lies: the few reads and writes that everything above needs.
+
+Keys are paths inside the cache. What is put is whole or absent, and durable when the call returns.
+"""
 
 import os
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
+from typing import Any, Protocol
 
-from shared.errors import CacheError, ShardCorruptError
+from shared.errors import CacheError, CacheLockedError, ShardCorruptError
+from shared.files import (
+    commit_directory,
+    json_bytes,
+    remove_partials,
+    remove_tree,
+    sha256_bytes,
+    sha256_file,
+    sync_directory,
+    write_bytes,
+    writing,
+)
+from shared.location import Location, S3Url
+
+
+class OpenObject(Protocol):
+    """One object, open for reading. Without a position: threads may read it at once."""
+
+    def read_into(self, buffer: memoryview, start: int) -> None:
+        """Fill `buffer` with the bytes from `start`.
+
+        Raises:
+            ShardCorruptError: it is missing, cannot be read or ends earlier.
+        """
+
+
+class Storage(Protocol):
+    """The files of one cache. `str()` is where they lie.
+
+    Raises, all methods:
+        CacheError: a key would leave the cache.
+        StorageError: an object store cannot be reached, or refuses.
+        DraftCacheError: a file cannot be written.
+    """
+
+    @property
+    def location(self) -> Location: ...
+
+    def exists(self, key: str) -> bool: ...
+
+    def names(self, key: str) -> list[str]:
+        """Sorted names directly under `key`, files and directories; "" is the cache itself."""
+
+    def sizes(self, key: str) -> dict[str, int]:
+        """Bytes of every file under `key`, at any depth, by its path from there."""
+
+    def read(self, key: str) -> bytes:
+        """All bytes of `key`. Raises ShardCorruptError: it is missing or cannot be read."""
+
+    def read_many(self, keys: Iterable[str]) -> list[bytes]:
+        """All bytes of each key, as `read`; at the same time where that is faster."""
+
+    def open(self, key: str) -> OpenObject:
+        """`key`, open for reading until the last reference to it is dropped."""
+
+    def read_range(self, key: str, start: int, size: int) -> bytes:
+        """`size` bytes of `key` from `start`. Raises ShardCorruptError, as `read_into`."""
+
+    def sha256(self, key: str) -> str:
+        """Digest of `key`, read in pieces. Raises ShardCorruptError, as `read`."""
+
+    def version(self, key: str) -> str | None:
+        """What `put_over` compares; None where there is no such file."""
+
+    def put(self, key: str, data: bytes) -> None:
+        """Create or replace `key`."""
+
+    def put_over(self, key: str, data: bytes, version: str | None) -> str:
+        """Replace `key` if it has that version, or create it if that is None.
+
+        Returns:
+            The new version.
+
+        Raises:
+            CacheLockedError: it has another one: another writer was there in between.
+        """
+
+    def put_file(self, file: Path, key: str) -> None:
+        """Create or replace `key` by a copy of a file of this machine, however large."""
+
+    def put_tree(self, directory: Path, key: str) -> None:
+        """Move the files of a finished `directory` of this machine under `key`."""
+
+    def delete(self, *keys: str) -> None:
+        """Remove files, those that are there."""
+
+    def delete_trees(self, *keys: str) -> None:
+        """Remove everything under each key."""
+
+    def remove_partials(self, *keys: str) -> None:
+        """Remove what writers that were killed left of files right under each key."""
+
+
+def open_storage(location: Location) -> Storage:
+    """The files of the cache at `location`."""
+    if isinstance(location, S3Url):
+        from shared.object_storage import ObjectStorage
+
+        return ObjectStorage(location)
+    return LocalStorage(location)
+
+
+def put_json(storage: Storage, key: str, value: Any) -> None:
+    """Create or replace `key` by `value` as JSON."""
+    storage.put(key, json_bytes(value))
+
+
+def check_key(where: object, key: str) -> tuple[str, ...]:
+    """The parts of `key`.
+
+    Raises:
+        CacheError: it would leave the cache.
+    """
+    parts = PurePosixPath(key).parts
+    if not parts or key.startswith("/") or ".." in parts:
+        raise CacheError(f"{where}: name {key!r} leaves the cache. The metadata is damaged.")
+    return parts
+
+
+def ends_early(where: str, size: int, start: int, found: int) -> ShardCorruptError:
+    return ShardCorruptError(
+        f"{where}: expected {size:,} bytes at {start:,}, found {found:,}. "
+        "The file is truncated. Run `cache-builder repair`."
+    )
+
+
+def was_replaced(where: str) -> CacheLockedError:
+    return CacheLockedError(
+        f"{where}: another builder wrote it meanwhile. What is committed is kept: wait for it, "
+        "then run the same command again."
+    )
 
 
 class LocalStorage:
@@ -15,59 +150,98 @@ class LocalStorage:
     def __str__(self) -> str:
         return str(self.root)
 
+    @property
+    def location(self) -> Path:
+        return self.root
+
     def path(self, key: str) -> Path:
         """The file of `key`.
 
         Raises:
             CacheError: the key would leave the cache.
         """
-        parts = PurePosixPath(key).parts
-        if not parts or key.startswith("/") or ".." in parts:
-            raise CacheError(
-                f"{self.root}: name {key!r} leaves the cache. The metadata is damaged."
-            )
-        return self.root.joinpath(*parts)
+        return self.root.joinpath(*check_key(self.root, key))
 
     def exists(self, key: str) -> bool:
         return self.path(key).is_file()
 
     def names(self, key: str) -> list[str]:
-        """Sorted names directly under `key`; none where there is no such directory."""
-        directory = self.path(key)
+        directory = self.path(key) if key else self.root
         return sorted(entry.name for entry in directory.iterdir()) if directory.is_dir() else []
 
-    def read(self, key: str) -> bytes:
-        """All bytes of `key`.
+    def sizes(self, key: str) -> dict[str, int]:
+        directory = self.path(key)
+        return {
+            path.relative_to(directory).as_posix(): path.stat().st_size
+            for path in sorted(directory.rglob("*"))
+            if path.is_file()
+        }
 
-        Raises:
-            ShardCorruptError: it is missing or cannot be read.
-        """
+    def read(self, key: str) -> bytes:
         try:
             return self.path(key).read_bytes()
         except OSError as error:
             raise ShardCorruptError(f"{self.root}/{key}: {_why(error)}") from error
 
-    def open(self, key: str) -> "StoredObject":
-        """`key`, open for reading until the last reference to it is dropped.
+    def read_many(self, keys: Iterable[str]) -> list[bytes]:
+        return [self.read(key) for key in keys]
 
-        Raises:
-            ShardCorruptError: it is missing or cannot be read.
-        """
+    def open(self, key: str) -> "StoredObject":
         return StoredObject(self.path(key), f"{self.root}/{key}")
 
     def read_range(self, key: str, start: int, size: int) -> bytes:
-        """`size` bytes of `key` from `start`.
-
-        Raises:
-            ShardCorruptError: it is missing, cannot be read or ends earlier.
-        """
         data = bytearray(size)
         self.open(key).read_into(memoryview(data), start)
         return bytes(data)
 
+    def sha256(self, key: str) -> str:
+        try:
+            return sha256_file(self.path(key))
+        except OSError as error:
+            raise ShardCorruptError(f"{self.root}/{key}: {_why(error)}") from error
+
+    def version(self, key: str) -> str | None:
+        return sha256_bytes(self.read(key)) if self.exists(key) else None
+
+    def put(self, key: str, data: bytes) -> None:
+        write_bytes(self.path(key), data)
+
+    def put_over(self, key: str, data: bytes, version: str | None) -> str:
+        """As in `Storage`; that nobody writes in between, the builder's lock sees to."""
+        if self.version(key) != version:
+            raise was_replaced(f"{self.root}/{key}")
+        self.put(key, data)
+        return sha256_bytes(data)
+
+    def put_file(self, file: Path, key: str) -> None:
+        self.put(key, file.read_bytes())
+
+    def put_tree(self, directory: Path, key: str) -> None:
+        with writing(self.path(key)):
+            commit_directory(directory, self.path(key))
+
+    def delete(self, *keys: str) -> None:
+        with writing(self.root):
+            there = [path for path in map(self.path, keys) if path.exists()]
+            for path in there:
+                path.unlink(missing_ok=True)
+            _sync_parents(there)
+
+    def delete_trees(self, *keys: str) -> None:
+        with writing(self.root):
+            there = [path for path in map(self.path, keys) if path.exists()]
+            for path in there:
+                remove_tree(path)
+            _sync_parents(there)
+
+    def remove_partials(self, *keys: str) -> None:
+        with writing(self.root):
+            for key in keys:
+                remove_partials(self.path(key) if key else self.root)
+
 
 class StoredObject:
-    """One open file. Without a position: threads and forked processes may read it at once."""
+    """One open file. Forked processes may read it at once, too."""
 
     def __init__(self, path: Path, name: str) -> None:
         self._name = name
@@ -84,11 +258,6 @@ class StoredObject:
             os.close(self._descriptor)
 
     def read_into(self, buffer: memoryview, start: int) -> None:
-        """Fill `buffer` with the bytes from `start`.
-
-        Raises:
-            ShardCorruptError: it cannot be read or ends earlier.
-        """
         done = 0
         try:
             while done < len(buffer) and (
@@ -98,10 +267,12 @@ class StoredObject:
         except OSError as error:
             raise ShardCorruptError(f"{self._name}: {_why(error)}") from error
         if done != len(buffer):
-            raise ShardCorruptError(
-                f"{self._name}: expected {len(buffer):,} bytes at {start:,}, found {done:,}. "
-                "The file is truncated. Run `cache-builder repair`."
-            )
+            raise ends_early(self._name, len(buffer), start, done)
+
+
+def _sync_parents(paths: Iterable[Path]) -> None:
+    for parent in sorted({path.parent for path in paths}):
+        sync_directory(parent)
 
 
 def _why(error: OSError) -> str:

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from shared.codec import Calibration
 from shared.errors import CacheError, CacheIncompatibleError, DraftCacheError
 from shared.head import Head
 from shared.index import SampleIndex
+from shared.location import Location
 from shared.shard import StoredSample
 
 
@@ -27,7 +27,9 @@ class Caches:
         sources: tags of all caches.
     """
 
-    def __init__(self, paths: Sequence[Path], *, generations: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, paths: Sequence[Location], *, generations: Sequence[int] | None = None
+    ) -> None:
         """Open the newest generations, or the ones given, one for each path.
 
         Raises:
@@ -116,7 +118,7 @@ def _require_same_kind(first: Cache, other: Cache) -> None:
         )
 
 
-def _open(path: Path, generation: int | None) -> Cache:
+def _open(path: Location, generation: int | None) -> Cache:
     try:
         return Cache(path, generation=generation)
     except DraftCacheError:

@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from shared import cli, config
+from shared.location import Location
 from trainer.config import TrainConfig
 from trainer.run import Run
 
@@ -50,14 +51,12 @@ def train_command(path: Path, overrides: tuple[str, ...], resume: bool) -> None:
 
 @main.command()
 @_run
-@click.option(
-    "--cache", type=click.Path(path_type=Path), help="Another cache of the same settings."
-)
+@click.option("--cache", type=cli.LocationType(), help="Another cache of the same settings.")
 @click.option(
     "--samples", type=click.IntRange(min=1), help="Held-out samples; default as configured."
 )
 @cli.json_option
-def evaluate(run: Path, cache: Path | None, samples: int | None, as_json: bool) -> None:
+def evaluate(run: Path, cache: Location | None, samples: int | None, as_json: bool) -> None:
     """Held-out loss and acceptance length of the newest checkpoint, from a cache."""
     from trainer.evaluate import evaluate_run
     from trainer.summary import evaluation_rows

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from shared.location import Location
 from trainer.ranges import require_range, require_text
 from trainer.recipe import AnchorConfig, DrafterConfig, LossConfig, NoiseConfig, OptimizerConfig
 
@@ -23,8 +24,9 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheConfig:
-    path: Path | tuple[Path, ...]
-    """The cache to train from, or a list of caches of the same kind."""
+    path: Location | tuple[Location, ...]
+    """The cache to train from, or a list of caches of the same kind: directories or
+    `s3://BUCKET/PREFIX`."""
 
     sources: tuple[str, ...] = ()
     """Source tags to train on; empty takes all."""
@@ -40,7 +42,7 @@ class CacheConfig:
             raise ValueError(f"heldout_fraction must be in [0, 1), got {self.heldout_fraction}")
 
     @property
-    def paths(self) -> tuple[Path, ...]:
+    def paths(self) -> tuple[Location, ...]:
         return self.path if isinstance(self.path, tuple) else (self.path,)
 
 

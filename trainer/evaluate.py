@@ -7,7 +7,6 @@ A anchors   K block size   P = K-1 drafted slots   T ranks kept   M slots of a c
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from shared.location import Location
 from trainer.acceptance import chain_accepted, rank_of_gold, segments, tree_accepted
 from trainer.anchors import legal_anchors
 from trainer.batch import Batch, collate, require_no_mask_token
@@ -126,7 +126,7 @@ def _ranked(
     )
 
 
-def evaluate_run(run: Run, *, cache: Path | None, max_samples: int | None) -> dict[str, Any]:
+def evaluate_run(run: Run, *, cache: Location | None, max_samples: int | None) -> dict[str, Any]:
     """Evaluate the newest checkpoint of `run`, on its own cache or another of the same kind.
 
     Raises:

@@ -1,0 +1,147 @@
+"""One builder per bucket: an object says who it is, and changes as long as that one lives.
+
+Nobody compares clocks. Who wants a cache that has a holder watches the object: if it does not
+change for `LEASE_SECONDS` of his own clock, he puts his name into it, by a conditional put. A
+holder that slept that long finds out before its next commit.
+"""
+
+import json
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from cache_builder.workspace import workspace
+from shared.errors import CacheError, CacheLockedError, ShardCorruptError, StorageError
+from shared.files import json_bytes, write_bytes
+from shared.location import Location, S3Url
+from shared.storage import Storage, open_storage
+
+logger = logging.getLogger(__name__)
+
+LEASE = "builder.lock"
+BEAT_SECONDS = 10.0
+LEASE_SECONDS = 90.0
+_POLL_SECONDS = 1.0
+_OWNER = "owner"
+
+
+@contextmanager
+def lease(cache: S3Url) -> Iterator[None]:
+    """Hold the cache against builders of other machines. Those of this one are held off already.
+
+    Raises:
+        CacheLockedError: another builder is at work on it.
+    """
+    storage, holder = open_storage(cache), _Holder(_owner(workspace(cache)))
+    version = _take(storage, holder)
+    stop = threading.Event()
+    beat = threading.Thread(target=_beat, args=(storage, holder, version, stop), daemon=True)
+    beat.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        beat.join()
+        try:
+            if _read_owner(storage) == holder.owner:
+                storage.delete(LEASE)
+        except (StorageError, ShardCorruptError) as error:
+            logger.warning(
+                "%s The lock goes when it has not changed for %g s.", error, LEASE_SECONDS
+            )
+
+
+def require_lease(cache: Location) -> None:
+    """Before a commit: this machine's builder must still be the holder. Nothing for a directory.
+
+    Raises:
+        CacheLockedError: another one took over.
+    """
+    if isinstance(cache, Path):
+        return
+    owner = None
+    with suppress(ShardCorruptError):
+        owner = _read_owner(open_storage(cache))
+    if owner != _owner(workspace(cache)):
+        raise CacheLockedError(
+            f"{cache}: another builder took over, or {LEASE} was deleted: this one had not "
+            f"answered for {LEASE_SECONDS:g} s. What is committed is kept."
+        )
+
+
+class _Holder:
+    """What the object says. A new text for every put: its version must change."""
+
+    def __init__(self, owner: str) -> None:
+        self.owner = owner
+        self._number = 0
+
+    def text(self) -> bytes:
+        self._number += 1
+        return json_bytes(
+            {
+                "owner": self.owner,
+                "holder": f"process {os.getpid()} on {os.uname().nodename}",
+                "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                "beat": self._number,
+            }
+        )
+
+
+def _take(storage: Storage, holder: _Holder) -> str:
+    seen, since = None, 0.0
+    while (version := storage.version(LEASE)) is not None:
+        owner, name = _read_holder(storage)
+        if owner == holder.owner:
+            break  # of a builder of this machine that was killed: its workspace is ours now
+        if seen is not None and version != seen:
+            raise CacheLockedError(
+                f"{storage}: another builder is at work ({name}). Wait for it, or stop it."
+            )
+        if seen is None:
+            seen, since = version, time.monotonic()
+            logger.info("%s: %s held it last; waiting for a sign of life", storage, name)
+        if time.monotonic() - since > LEASE_SECONDS:
+            logger.warning("%s: no sign of life from %s: taken over", storage, name)
+            break
+        time.sleep(_POLL_SECONDS)
+    return storage.put_over(LEASE, holder.text(), version)
+
+
+def _beat(storage: Storage, holder: _Holder, version: str, stop: threading.Event) -> None:
+    while not stop.wait(BEAT_SECONDS):
+        try:
+            version = storage.put_over(LEASE, holder.text(), version)
+        except CacheLockedError as error:
+            logger.error("%s The next commit is refused.", error)
+            return
+        except StorageError as error:
+            logger.warning("%s", error)
+
+
+def _read_owner(storage: Storage) -> str | None:
+    return _read_holder(storage)[0]
+
+
+def _read_holder(storage: Storage) -> tuple[str | None, str]:
+    try:
+        fields = json.loads(storage.read(LEASE))
+        return str(fields["owner"]), str(fields["holder"])
+    except (ValueError, KeyError, TypeError):
+        return None, "unknown"
+
+
+def _owner(place: Path) -> str:
+    """The name of this machine's workspace: a random one, made once."""
+    file = place / _OWNER
+    with suppress(FileNotFoundError):
+        return file.read_text()
+    if not place.is_dir():
+        raise CacheError(f"{place}: missing. It was deleted while a builder was at work in it.")
+    write_bytes(file, uuid.uuid4().hex.encode())
+    return file.read_text()

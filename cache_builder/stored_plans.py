@@ -1,0 +1,88 @@
+"""The plans of a cache, wherever it lies. Plans are read as files: from a bucket, as copies."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cache_builder.plan import DESCRIPTION, Plan, find_plans, is_plan_id
+from cache_builder.workspace import workspace
+from shared.cache import PLANS
+from shared.files import commit_directory, remove_tree, writing
+from shared.location import Location, S3Url
+from shared.storage import Storage, open_storage
+
+_COPY_BYTES = 1 << 24
+
+
+def own_plans(cache: Location) -> list[Path]:
+    """Directories of the plans, oldest first, for the builder that holds the cache's lock.
+
+    Those of a bucket are copied into the workspace, and what else is there is removed: a plan that
+    never reached the bucket is none. Parts of a plan in the bucket are removed, too.
+    """
+    place = workspace(cache) / PLANS
+    if isinstance(cache, S3Url):
+        storage = open_storage(cache)
+        _remove_parts(storage)
+        _copy(storage, place)
+    return find_plans(place)
+
+
+@contextmanager
+def readable_plans(cache: Location) -> Iterator[Path]:
+    """A directory with the plans, for whoever only reads the cache."""
+    if isinstance(cache, Path):
+        yield cache / PLANS
+        return
+    with tempfile.TemporaryDirectory(prefix="draftcache-plans-") as name:
+        _copy(open_storage(cache), Path(name))
+        yield Path(name)
+
+
+def share_plan(cache: Location, plan: Plan) -> Plan:
+    """Put a new plan into the bucket. `plan.json` goes last: with it the plan is there.
+
+    Raises:
+        CacheLockedError: another builder wrote a plan of this number.
+    """
+    if isinstance(cache, S3Url):
+        storage = open_storage(cache)
+        for file in sorted(plan.directory.iterdir()):
+            if file.name != DESCRIPTION:
+                storage.put_file(file, f"{PLANS}/{plan.plan_id}/{file.name}")
+        key = f"{PLANS}/{plan.plan_id}/{DESCRIPTION}"
+        storage.put_over(key, (plan.directory / DESCRIPTION).read_bytes(), None)
+    return plan
+
+
+def _remove_parts(storage: Storage) -> None:
+    names = [name for name in storage.names(PLANS) if is_plan_id(name)]
+    parts = [n for n in names if not storage.exists(f"{PLANS}/{n}/{DESCRIPTION}")]
+    storage.delete_trees(*(f"{PLANS}/{name}" for name in parts))
+
+
+def _copy(storage: Storage, place: Path) -> None:
+    """Make `place` hold the plans of the bucket and no others."""
+    stored = {
+        name: storage.read(key)
+        for name in storage.names(PLANS)
+        if is_plan_id(name) and storage.exists(key := f"{PLANS}/{name}/{DESCRIPTION}")
+    }
+    for directory in find_plans(place):
+        description = directory / DESCRIPTION
+        if not description.is_file() or stored.get(directory.name) != description.read_bytes():
+            remove_tree(directory)
+    for name in stored:
+        if (place / name).is_dir():
+            continue
+        wip = place / f"{name}.wip"
+        remove_tree(wip)
+        with writing(wip):
+            wip.mkdir(parents=True)
+            for file, size in storage.sizes(f"{PLANS}/{name}").items():
+                with (wip / file).open("wb") as copy:
+                    for start in range(0, size, _COPY_BYTES):
+                        part = min(_COPY_BYTES, size - start)
+                        copy.write(storage.read_range(f"{PLANS}/{name}/{file}", start, part))
+            commit_directory(wip, place / name)
