@@ -67,7 +67,7 @@ def discard_uncommitted(cache: Location) -> int:
     storage.delete_trees(*(f"{GROUP}/{name}" for name in groups))
     for leftover in (*wip, *(place / PLANS).glob("*.wip")):
         remove_tree(leftover)
-    storage.remove_partials("", RECORDS, GENERATIONS, CALIBRATIONS)
+    storage.remove_partials(None, RECORDS, GENERATIONS, CALIBRATIONS)
     return len(wip) + len(groups)
 
 

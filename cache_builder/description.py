@@ -78,7 +78,7 @@ def open_or_create(path: Location, spec: CaptureSpec) -> Prepared | None:
         create_directories(path)  # copies of a cache may lack the empty ones
         spec.require_equal(stored, str(path))
         return prepared
-    foreign = [name for name in open_storage(path).names("") if name not in _OWN_NAMES]
+    foreign = [name for name in open_storage(path).names(None) if name not in _OWN_NAMES]
     if foreign:
         raise DataError(
             f"{path}: not a cache and not empty (it has {', '.join(sorted(foreign)[:8])}). "

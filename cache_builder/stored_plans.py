@@ -10,6 +10,7 @@ from cache_builder.workspace import workspace
 from shared.cache import PLANS
 from shared.files import commit_directory, remove_tree, writing
 from shared.location import Location, S3Url
+from shared.object_storage import ObjectStorage
 from shared.storage import Storage, open_storage
 
 _COPY_BYTES = 1 << 24
@@ -47,7 +48,7 @@ def share_plan(cache: Location, plan: Plan) -> Plan:
         CacheLockedError: another builder wrote a plan of this number.
     """
     if isinstance(cache, S3Url):
-        storage = open_storage(cache)
+        storage = ObjectStorage(cache)
         for file in sorted(plan.directory.iterdir()):
             if file.name != DESCRIPTION:
                 storage.put_file(file, f"{PLANS}/{plan.plan_id}/{file.name}")

@@ -71,12 +71,12 @@ class ObjectStorage:
     def exists(self, key: str) -> bool:
         return self.version(key) is not None
 
-    def names(self, key: str) -> list[str]:
+    def names(self, key: str | None) -> list[str]:
         import obstore
 
-        prefix = self._key(key) if key else None
+        prefix = None if key is None else self._key(key)
         found = self._call(
-            "list", key, lambda: obstore.list_with_delimiter(self._store, prefix=prefix)
+            "list", key or "", lambda: obstore.list_with_delimiter(self._store, prefix=prefix)
         )
         paths = [*found["common_prefixes"], *(item["path"] for item in found["objects"])]
         return sorted({path.rstrip("/").rpartition("/")[2] for path in paths})
@@ -147,6 +147,7 @@ class ObjectStorage:
         return str(done["e_tag"])
 
     def put_file(self, file: Path, key: str) -> None:
+        """Create or replace `key` by a copy of a file of this machine, however large."""
         import obstore
 
         path = self._key(key)
@@ -172,7 +173,7 @@ class ObjectStorage:
         if paths := [item["path"] for key in keys for item in self._list(key)]:
             self._call("delete", keys[0], lambda: obstore.delete(self._store, paths))
 
-    def remove_partials(self, *keys: str) -> None:
+    def remove_partials(self, *keys: str | None) -> None:
         """Nothing to do: an object is there when it is whole."""
 
     def get_into(self, key: str, buffer: memoryview, start: int) -> None:

@@ -48,8 +48,8 @@ class Storage(Protocol):
 
     def exists(self, key: str) -> bool: ...
 
-    def names(self, key: str) -> list[str]:
-        """Sorted names directly under `key`, files and directories; "" is the cache itself."""
+    def names(self, key: str | None) -> list[str]:
+        """Sorted names directly under `key`, files and directories; None is the cache itself."""
 
     def sizes(self, key: str) -> dict[str, int]:
         """Bytes of every file under `key`, at any depth, by its path from there."""
@@ -85,9 +85,6 @@ class Storage(Protocol):
             CacheLockedError: it has another one: another writer was there in between.
         """
 
-    def put_file(self, file: Path, key: str) -> None:
-        """Create or replace `key` by a copy of a file of this machine, however large."""
-
     def put_tree(self, directory: Path, key: str) -> None:
         """Move the files of a finished `directory` of this machine under `key`."""
 
@@ -97,7 +94,7 @@ class Storage(Protocol):
     def delete_trees(self, *keys: str) -> None:
         """Remove everything under each key."""
 
-    def remove_partials(self, *keys: str) -> None:
+    def remove_partials(self, *keys: str | None) -> None:
         """Remove what writers that were killed left of files right under each key."""
 
 
@@ -165,8 +162,8 @@ class LocalStorage:
     def exists(self, key: str) -> bool:
         return self.path(key).is_file()
 
-    def names(self, key: str) -> list[str]:
-        directory = self.path(key) if key else self.root
+    def names(self, key: str | None) -> list[str]:
+        directory = self.root if key is None else self.path(key)
         return sorted(entry.name for entry in directory.iterdir()) if directory.is_dir() else []
 
     def sizes(self, key: str) -> dict[str, int]:
@@ -213,9 +210,6 @@ class LocalStorage:
         self.put(key, data)
         return sha256_bytes(data)
 
-    def put_file(self, file: Path, key: str) -> None:
-        self.put(key, file.read_bytes())
-
     def put_tree(self, directory: Path, key: str) -> None:
         with writing(self.path(key)):
             commit_directory(directory, self.path(key))
@@ -234,10 +228,10 @@ class LocalStorage:
                 remove_tree(path)
             _sync_parents(there)
 
-    def remove_partials(self, *keys: str) -> None:
+    def remove_partials(self, *keys: str | None) -> None:
         with writing(self.root):
             for key in keys:
-                remove_partials(self.path(key) if key else self.root)
+                remove_partials(self.root if key is None else self.path(key))
 
 
 class StoredObject:
