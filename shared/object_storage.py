@@ -42,7 +42,7 @@ _PART_BYTES = 8 << 20
 _THREADS = 8
 """Requests at once, where many files are read or written."""
 
-_TEMPORARY = re.compile(r"status code: (5\d\d|429|408)|error sending|HTTP error|timed? ?out")
+_TEMPORARY = re.compile(r"status code: (5\d\d|429|408)|HTTP error")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _STATUS = re.compile(r"status code: (\d+[^:\n]*)")
 _OS_MESSAGE = re.compile(r'message: "([^"]+)"|"(dns error)"|(operation timed out)')

@@ -32,6 +32,7 @@ from cache_builder.lock import builder_lock
 from cache_builder.merge import merge
 from cache_builder.prune import prune
 from cache_builder.repair import repair
+from cache_builder.space import bytes_here
 from cache_builder.verify import verify_cache
 from cache_builder.workspace import workspace
 from shared import config as configs
@@ -162,27 +163,6 @@ def test_large_objects_go_in_parts(url: S3Url, tmp_path: Path) -> None:
     assert storage.read_range("large", 7, (8 << 20) + 100) == data[7 : (8 << 20) + 107]
 
 
-def test_a_build_into_a_bucket_makes_the_records_of_a_local_one(
-    tiny_build: MakeBuild, tiny_cache: Path, url: S3Url, tmp_path: Path
-) -> None:
-    report = build(tiny_build(url))
-    assert digests(url) == digests(tiny_cache)
-    assert contents(url) == contents(tiny_cache)
-    assert verify_cache(url, deep=True) == []
-    place = workspace(url)
-    assert place.is_relative_to(tmp_path / "machine")
-    assert report.plan.directory.is_relative_to(place)
-    assert list((place / WIP).iterdir()) == []
-    names = open_storage(url).names(None)
-    assert "builder.lock" not in names  # it went with its builder
-    assert set(names) == {
-        *("cache.json", "manifest.json", "head.safetensors"),
-        *("calibrations", "generations", "plans", "records", "shards.zarr", "target"),
-    }
-    again = build(tiny_build(url))
-    assert (again.num_new_shards, again.manifest.generation) == (0, 1)
-
-
 @pytest.fixture(scope="module")
 def stored(tiny_build: MakeBuild, server: str, tmp_path_factory: pytest.TempPathFactory) -> S3Url:
     """The tiny cache in a bucket. Read it only."""
@@ -194,6 +174,46 @@ def stored(tiny_build: MakeBuild, server: str, tmp_path_factory: pytest.TempPath
         patch.setenv("AWS_REGION", "us-east-1")
         build(tiny_build(url))
     return url
+
+
+@pytest.fixture(scope="module")
+def fewer(tiny_build: MakeBuild) -> MakeBuild:
+    """Makes a BuildConfig of few shards: requests take the time of these tests."""
+
+    def make(cache: Location, **options: Any) -> BuildConfig:
+        config = tiny_build(cache, **options)
+        return replace(config, plan=replace(config.plan, shard_mib=0.5))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def undisturbed(fewer: MakeBuild, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What a local build of few shards makes."""
+    path = tmp_path_factory.mktemp("undisturbed") / "cache"
+    build(fewer(path))
+    return digests(path)
+
+
+def test_a_build_into_a_bucket_makes_the_records_of_a_local_one(
+    tiny_build: MakeBuild, tiny_cache: Path, stored: S3Url
+) -> None:
+    assert digests(stored) == digests(tiny_cache)
+    assert contents(stored) == contents(tiny_cache)
+    assert verify_cache(stored, deep=True) == []
+    place = workspace(stored)
+    assert stored.scratch is not None
+    assert place.is_relative_to(stored.scratch)
+    assert list((place / WIP).iterdir()) == []
+    names = open_storage(stored).names(None)
+    assert "builder.lock" not in names  # it went with its builder
+    assert set(names) == {
+        *("cache.json", "manifest.json", "head.safetensors"),
+        *("calibrations", "generations", "plans", "records", "shards.zarr", "target"),
+    }
+    again = build(tiny_build(stored))
+    assert (again.num_new_shards, again.manifest.generation) == (0, 1)
+    assert again.plan.directory.is_relative_to(place)
 
 
 def test_zarr_reads_the_states_through_its_own_object_store(
@@ -224,12 +244,12 @@ def test_training_from_a_bucket_learns_the_same_to_the_bit(
 
 
 def test_more_data_is_added_from_another_machine(
-    tiny_build: MakeBuild, url: S3Url, tiny_data: Path, tmp_path: Path
+    fewer: MakeBuild, url: S3Url, tiny_data: Path, tmp_path: Path
 ) -> None:
-    first = build(tiny_build(url))
+    first = build(fewer(url))
     more = write_jsonl(tmp_path / "more.jsonl", conversations(range(100, 104)))
     there = replace(url, scratch=tmp_path / "another")
-    second = build(tiny_build(there, data=[tiny_data, more]))
+    second = build(fewer(there, data=[tiny_data, more]))
     assert second.plan.plan_id == "0002"
     assert second.manifest.generation == 2
     assert second.manifest.records.items() > first.manifest.records.items()
@@ -263,9 +283,9 @@ def test_verify_finds_what_is_missing_or_changed_and_repair_makes_it_again(
 
 
 def test_what_was_never_committed_is_named_and_goes_with_the_next_build(
-    tiny_build: MakeBuild, tiny_cache: Path, url: S3Url
+    fewer: MakeBuild, undisturbed: dict[str, str], url: S3Url
 ) -> None:
-    build(tiny_build(url))
+    build(fewer(url))
     storage = open_storage(url)
     storage.put(f"{GROUP}/0009-00000/{STATES_OBJECT}", b"half")
     storage.put(f"{PLANS}/0009/token_ids.i32", b"half")
@@ -274,10 +294,10 @@ def test_what_was_never_committed_is_named_and_goes_with_the_next_build(
     assert json.loads(done.stdout)["uncommitted"] == ["0009-00000"]
     done = CliRunner().invoke(main, ["verify", str(url)])
     assert "1 shard never committed (0009-00000)" in done.output
-    build(tiny_build(url))
+    build(fewer(url))
     assert uncommitted_groups(url) == []
     assert storage.names(PLANS) == ["0001"]
-    assert digests(url) == digests(tiny_cache)
+    assert digests(url) == undisturbed
 
 
 def _build_and_die(config: BuildConfig, die_at: int, after: bool, count: Path) -> None:
@@ -314,57 +334,57 @@ def _run(config: BuildConfig, die_at: int, after: bool, count: Path) -> int | No
 
 
 def test_killed_at_any_request_the_build_ends_with_the_same_cache(
-    tiny_build: MakeBuild, tiny_cache: Path, url: S3Url, tmp_path: Path
+    fewer: MakeBuild, undisturbed: dict[str, str], url: S3Url, tmp_path: Path
 ) -> None:
     count = tmp_path / "count"
-    assert _run(tiny_build(replace(url, prefix=f"{url.prefix}/counting")), -1, False, count) == 0
+    assert _run(fewer(replace(url, prefix=f"{url.prefix}/counting")), -1, False, count) == 0
     total = int(count.read_text())
     rng = random.Random(0)
     kills = 0
     # In the shards, at the end, and anywhere.
     for die_at in (total // 3, total - 2, rng.randrange(1, total)):
         place = replace(url, prefix=f"{url.prefix}/{die_at}")
-        code = _run(tiny_build(place), die_at, bool(rng.randrange(2)), count)
+        code = _run(fewer(place), die_at, bool(rng.randrange(2)), count)
         assert code == -signal.SIGKILL
         kills += 1
-        build(tiny_build(place))  # of the same machine: nobody to wait for
-        assert digests(place) == digests(tiny_cache)
+        build(fewer(place))  # of the same machine: nobody to wait for
+        assert digests(place) == undisturbed
         assert verify_cache(place, deep=True) == []
         assert uncommitted_groups(place) == []
     assert kills == 3
 
 
 def test_another_machine_goes_on_where_one_died(
-    tiny_build: MakeBuild, tiny_cache: Path, url: S3Url, tmp_path: Path, monkeypatch: Any
+    fewer: MakeBuild, undisturbed: dict[str, str], url: S3Url, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """It waits until the lock has not changed for a while, and captures only what is missing."""
     monkeypatch.setattr(lease, "LEASE_SECONDS", 0.5)
     monkeypatch.setattr(lease, "_POLL_SECONDS", 0.1)
-    assert _run(tiny_build(url), 100, False, tmp_path / "count") == -signal.SIGKILL
+    assert _run(fewer(url), 50, False, tmp_path / "count") == -signal.SIGKILL
     done = committed_shards(url)
-    assert 0 < len(done) < len(Cache(tiny_cache).shard_ids)
+    assert 0 < len(done) < len(undisturbed) - 1  # the index
     assert open_storage(url).exists("builder.lock")
-    report = build(tiny_build(replace(url, scratch=tmp_path / "another")))
-    assert report.num_new_shards == len(Cache(tiny_cache).shard_ids) - len(done)
-    assert digests(url) == digests(tiny_cache)
+    report = build(fewer(replace(url, scratch=tmp_path / "another")))
+    assert report.num_new_shards == len(undisturbed) - 1 - len(done)
+    assert digests(url) == undisturbed
 
 
 def test_two_builders_of_one_cache(
-    tiny_build: MakeBuild, url: S3Url, tmp_path: Path, monkeypatch: Any
+    fewer: MakeBuild, url: S3Url, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(lease, "BEAT_SECONDS", 0.1)
     monkeypatch.setattr(lease, "_POLL_SECONDS", 0.1)
-    other = tiny_build(replace(url, scratch=tmp_path / "another"))
+    other = fewer(replace(url, scratch=tmp_path / "another"))
     with builder_lock(url):
         with pytest.raises(CacheLockedError, match=r"another builder is at work \(process"):
             build(other)
         with pytest.raises(CacheLockedError, match=r"another builder is at work \(process"):
-            build(tiny_build(url))  # of this machine
+            build(fewer(url))  # of this machine
     build(other)
 
 
 def test_a_builder_that_lost_its_lock_commits_nothing(
-    tiny_build: MakeBuild, url: S3Url, monkeypatch: Any
+    fewer: MakeBuild, url: S3Url, monkeypatch: Any
 ) -> None:
     """As if it had been suspended for longer than others wait."""
     from cache_builder import capture
@@ -377,7 +397,7 @@ def test_a_builder_that_lost_its_lock_commits_nothing(
 
     monkeypatch.setattr(capture, "commit_shard", commit_late)
     with pytest.raises(CacheLockedError, match="another builder took over"):
-        build(tiny_build(url))
+        build(fewer(url))
     assert committed_shards(url) == set()
     assert uncommitted_groups(url) == []
     assert open_storage(url).exists("builder.lock")  # the other's
@@ -385,12 +405,13 @@ def test_a_builder_that_lost_its_lock_commits_nothing(
 
 @pytest.mark.parametrize("key", [MANIFEST, generation_key(2, "index.safetensors")])
 def test_two_builders_cannot_both_publish(
-    tiny_build: MakeBuild, url: S3Url, tmp_path: Path, tiny_data: Path, monkeypatch: Any, key: str
+    fewer: MakeBuild, url: S3Url, tmp_path: Path, tiny_data: Path, monkeypatch: Any, key: str
 ) -> None:
     """The lock should keep them apart; where it did not, the conditional put does."""
     from cache_builder import commit
 
-    build(tiny_build(url))
+    build(fewer(url))
+    assert workspace(url).is_relative_to(tmp_path / "machine")
     original = commit.build_index
     theirs = b"what the other one published"
 
@@ -402,19 +423,19 @@ def test_two_builders_cannot_both_publish(
     monkeypatch.setattr(commit, "build_index", index_late)
     more = write_jsonl(tmp_path / "more.jsonl", conversations(range(100, 104)))
     with pytest.raises(CacheLockedError, match=f"{key}: another builder wrote it meanwhile"):
-        build(tiny_build(url, data=[tiny_data, more]))
+        build(fewer(url, data=[tiny_data, more]))
     assert open_storage(url).read(key) == theirs
 
 
 def test_prune_and_merge_in_buckets(
-    tiny_build: MakeBuild, tiny_cache: Path, url: S3Url, tmp_path: Path
+    fewer: MakeBuild, tiny_cache: Path, url: S3Url, tmp_path: Path
 ) -> None:
     few = write_jsonl(tmp_path / "few.jsonl", conversations(range(20), "even"))
     into = replace(url, prefix=f"{url.prefix}/into")
-    build(tiny_build(url))
-    build(tiny_build(into, data=[few]))
+    build(fewer(url))
+    build(fewer(into, data=[few]))
     everything = contents(tiny_cache)
-    report = prune(tiny_build(url, data=[few]))
+    report = prune(fewer(url, data=[few]))
     assert report.num_kept_samples == 20
     assert verify_cache(url, deep=True) == []
     kept = contents(url)
@@ -563,11 +584,17 @@ def test_only_caches_may_lie_in_a_bucket() -> None:
 
 
 def test_a_published_shard_without_record_is_not_published_away(
-    tiny_build: MakeBuild, url: S3Url
+    fewer: MakeBuild, url: S3Url
 ) -> None:
-    build(tiny_build(url))
+    build(fewer(url))
     open_storage(url).delete(record_key("0001-00001"))
     with pytest.raises(CacheError, match="records of 1 published shards are missing"):
-        build(tiny_build(url))
+        build(fewer(url))
     with pytest.raises(CacheLockedError, match="another builder took over"):
         publish(url, Cache(url).spec)  # without the lock
+
+
+def test_a_bucket_needs_room_here_for_the_shards_in_progress_only() -> None:
+    assert bytes_here(S3Url("bucket", "x"), 100, 10, num_writers=3) == 30
+    assert bytes_here(S3Url("bucket", "x"), 20, 10, num_writers=3) == 20
+    assert bytes_here(Path("x"), 100, 10, num_writers=3) == 100
