@@ -67,12 +67,8 @@ def find_or_make_plan(
         if quarantined:
             logger.info("%d quarantined samples are tried again", len(quarantined))
             return make_plan(config, spec, template, plans=plans, key=key, known=known)
-    committed = committed_shards(config.cache.path)
-    for age, directory in enumerate(reversed(find_plans(plans))):
-        plan = Plan(directory)
-        # What an older plan left undone, a newer one may have done under other shards.
-        if plan.key == key and (age == 0 or committed.issuperset(plan.shard_ids)):
-            return plan
+    if plan := find_plan(config.cache.path, key):
+        return plan
     known, quarantined = committed_samples(config.cache.path)
     if quarantined:
         logger.warning(
@@ -93,6 +89,17 @@ def find_or_make_plan(
     if (plan.directory / DROPPED).stat().st_size:
         logger.warning("every dropped row is listed in %s", plan.directory / DROPPED)
     return plan
+
+
+def find_plan(cache: Path, key: str) -> Plan | None:
+    """The plan of `key` in the cache, if it can still be followed."""
+    committed = committed_shards(cache)
+    for age, directory in enumerate(reversed(find_plans(cache / PLANS))):
+        plan = Plan(directory)
+        # What an older plan left undone, a newer one may have done under other shards.
+        if plan.key == key and (age == 0 or committed.issuperset(plan.shard_ids)):
+            return plan
+    return None
 
 
 def make_plan(

@@ -3,7 +3,7 @@
 T tokens of one sample   L captured layers   D hidden size
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,16 +88,17 @@ def recapture(path: Path, target_path: Path, num_samples: int, *, seed: int = 0)
 
 def _open_target(cache: Cache, path: Path) -> Target:
     spec = cache.spec
+    # The kernel of imported states is not known; any must give them within the noise.
+    known = {} if "origin" in cache.description else {"attention": spec.target.attention}
     try:
         config = configs.build(
-            TargetConfig,
-            {"path": str(path), "dtype": spec.target.dtype, "attention": spec.target.attention},
+            TargetConfig, {"path": str(path), "dtype": spec.target.dtype, **known}
         )
     except ConfigError as error:
         raise CacheIncompatibleError(f"{cache.path}: {error}") from None
     place = resolve_target(config)
     stamps = stamp_files(place)
-    found = describe_target(place, config)
+    found = replace(describe_target(place, config), attention=spec.target.attention)
     lines = configs.differences(
         configs.to_dict(found), configs.to_dict(spec.target), names=("there", "in the cache")
     )
