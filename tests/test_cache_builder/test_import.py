@@ -97,7 +97,7 @@ def make_import(written: dict[str, Path], tiny_target: Path, tmp_path: Path) -> 
             "dtype": "float32",
             "cache": CacheConfig(path=path or tmp_path / "cache", min_free_gb=0.0),
             "codec": CodecConfig(preset=preset),
-            "plan": PlanConfig(shard_mib=0.25),
+            "plan": PlanConfig(shard_mib=1.0),
             **more,
         }
         return ImportConfig(kind=kind, declared=declared, **given)  # type: ignore[arg-type]
@@ -115,7 +115,8 @@ def test_an_import_is_what_a_build_captures(
     kind: str, built: Path, make_import: MakeImport, written: dict[str, Path]
 ) -> None:
     before = tree(written[kind])
-    report = import_states(config := make_import(kind))
+    config = make_import(kind, plan=PlanConfig(shard_mib=0.25))
+    report = import_states(config)
     ours, theirs = Cache(config.cache.path), Cache(built)
     assert states_and_tokens(ours.path) == states_and_tokens(built)
     assert ours.spec.target_layer_ids == theirs.spec.target_layer_ids == BLOCKS
@@ -263,7 +264,7 @@ def test_states_of_another_model_or_shifted_by_a_token_are_found(
     shifted = [replace(s, blocks_TND=s.blocks_TND.roll(1, 0)) for s in captured]
     source = write_specforge(tmp_path / "source", shifted, BLOCKS)
     config = make_import("specforge", source=source)
-    with pytest.raises(DataError, match="No block gives it .*other weights.*--tolerance"):
+    with pytest.raises(DataError, match=r"No block gives it .*other weights.*--tolerance"):
         import_states(config)
     import_states(replace(config, check=CheckConfig(num_samples=0)))  # told not to look
     assert len(recapture(tmp_path / "cache", Path(config.target), 3).problems) == 6
@@ -349,7 +350,7 @@ def test_states_that_are_not_of_their_tokens_stop_the_import(
     source = write_speculators(tmp_path / "source", captured, ENTRIES)
     change(damage(source, 7), **tensors)
     config = make_import("speculators", source=source)
-    with pytest.raises(DataError, match=f"hs_7.safetensors: .*{message}.*--skip-mismatched"):
+    with pytest.raises(DataError, match=rf"hs_7\.safetensors: .*{message}.*--skip-mismatched"):
         import_states(config)
     report = import_states(replace(config, on_mismatch="skip"))
     assert report.plan.description["report"]["skipped"][reason]["count"] == 1
@@ -362,20 +363,20 @@ def test_a_data_set_prepared_anew_is_noticed(
     source = write_speculators(tmp_path / "source", captured, ENTRIES)
     fewer = write_speculators(tmp_path / "fewer", captured[:40], ENTRIES)
     config = make_import("speculators", source=fewer, states=source / "hidden_states")
-    with pytest.raises(DataError, match="hs_40.safetensors: the data set has 40 rows only"):
+    with pytest.raises(DataError, match=r"hs_40\.safetensors: the data set has 40 rows only"):
         import_states(config)
     other = write_speculators(tmp_path / "other", captured[::-1], ENTRIES)
     config = make_import("speculators", source=other, states=source / "hidden_states")
-    with pytest.raises(DataError, match="hs_0.safetensors: its token_ids.*prepared anew"):
+    with pytest.raises(DataError, match=r"hs_0\.safetensors: its token_ids.*prepared anew"):
         import_states(config)
 
 
 SHAPES = [
-    (lambda t: t[:, :2], "hs_7.safetensors: 2 states of 64 .* the first file has 3 of 64"),
-    (lambda t: t[:, :, :32], "hs_7.safetensors: 3 states of 32"),
-    (lambda t: t.float(), "hs_7.safetensors: .*float32.*bfloat16"),
-    (lambda t: t.half(), "hs_7.safetensors: states are float16.*Massive activations"),
-    (lambda t: t.flatten(1), r"hs_7.safetensors: hidden_states has shape \[\d+, 192\]"),
+    (lambda t: t[:, :2], r"hs_7\.safetensors: 2 states of 64 .* the first file has 3 of 64"),
+    (lambda t: t[:, :, :32], r"hs_7\.safetensors: 3 states of 32"),
+    (lambda t: t.float(), r"hs_7\.safetensors: .*float32.*bfloat16"),
+    (lambda t: t.half(), r"hs_7\.safetensors: states are float16.*Massive activations"),
+    (lambda t: t.flatten(1), r"hs_7\.safetensors: hidden_states has shape \[\d+, 192\]"),
 ]
 
 
@@ -399,7 +400,7 @@ def test_unusable_states_are_quarantined_and_fail_the_import(
     source = write_speculators(tmp_path / "source", captured, ENTRIES)
     change(damage(source, 7), hidden_states=lambda t: t.index_fill(0, torch.tensor([1]), np.nan))
     config = make_import("speculators", source=source, check=CheckConfig(num_samples=0))
-    with pytest.raises(CaptureError, match="1 of 48 .* states of block 0 are not finite"):
+    with pytest.raises(CaptureError, match=r"1 of 48 .* states of block 0 are not finite"):
         import_states(config)
     with pytest.raises(CacheNotFoundError):
         Cache(tmp_path / "cache")
@@ -416,7 +417,7 @@ def test_a_pickle_with_code_is_not_run(
             return (exec, (f"open({str(proof)!r}, 'w').close()",))
 
     torch.save({"input_ids": Evil()}, source / "rows_0-10" / "data_4.ckpt")
-    with pytest.raises(DataError, match=r"data_4.ckpt: holds more than tensors"):
+    with pytest.raises(DataError, match=r"data_4\.ckpt: holds more than tensors"):
         import_states(make_import("specforge", source=source))
     assert not proof.exists()
 
@@ -434,7 +435,7 @@ def test_damaged_and_foreign_records_of_specforge(
     found = {reason: entry["count"] for reason, entry in scan["skipped"].items()}
     assert found == {"unreadable": 3, "duplicate": 1}
     torch.save({"aux_hidden_state": torch.zeros(1)}, folder / "data_7.ckpt")
-    with pytest.raises(DataError, match="data_7.ckpt: expected a record of tensors input_ids"):
+    with pytest.raises(DataError, match=r"data_7\.ckpt: expected a record of tensors input_ids"):
         import_states(make_import("specforge", source=source, path=tmp_path / "other"))
 
 
@@ -444,7 +445,7 @@ def test_the_wrong_target_or_directory_is_one_line(
     for kind, other in (("speculators", "specforge"), ("specforge", "speculators")):
         with pytest.raises(DataError, match="expected the "):
             import_states(make_import(kind, source=written[other]))
-    with pytest.raises(DataError, match="states of 64 values.*hidden size 576"):
+    with pytest.raises(DataError, match=r"states of 64 values.*hidden size 576"):
         import_states(make_import("speculators", target=str(target_dir)))
     with pytest.raises(DataError, match=r"data_\d.* expected \[1, tokens, layers x 576\]"):
         import_states(make_import("specforge", target=str(target_dir)))
@@ -455,7 +456,7 @@ def test_the_wrong_target_or_directory_is_one_line(
         import_states(make_import("speculators", source=old))
     (old / "hidden_states").mkdir()
     torch.save({}, old / "hidden_states" / "data_0.pt")
-    with pytest.raises(DataError, match="data_0.pt: states as pickles, of an old version"):
+    with pytest.raises(DataError, match=r"data_0\.pt: states as pickles, of an old version"):
         import_states(make_import("speculators", source=old))
     with pytest.raises(DataError, match="--states is for speculators"):
         import_states(make_import("specforge", states=old))
@@ -490,7 +491,7 @@ def test_an_import_says_that_it_is_one(
     assert ours.spec.fingerprint != theirs.spec.fingerprint
     assert inspect_cache(ours.path)["origin"]["kind"] == "speculators"
     shutil.copytree(built, tmp_path / "into")
-    with pytest.raises(CacheIncompatibleError, match="target.attention: 'unknown, imported from"):
+    with pytest.raises(CacheIncompatibleError, match=r"target\.attention: 'unknown, imported from"):
         merge(tmp_path / "into", [ours.path])
     with pytest.raises(CacheIncompatibleError, match="built with other settings"):
         build(tiny_build(ours.path, preset="lossless"))
@@ -516,7 +517,7 @@ def test_declared_equal_to_a_capture_it_can_be_merged_and_repaired(
         import_states(make_import("specforge", preset="balanced", same_as=other.cache.path))
     import_states(config := make_import("specforge", same_as=other.cache.path))
     assert Cache(config.cache.path).spec == Cache(other.cache.path).spec
-    with pytest.raises(CacheIncompatibleError, match="were captured here.*merge"):
+    with pytest.raises(CacheIncompatibleError, match=r"were captured here.*merge"):
         import_states(replace(config, cache=replace(config.cache, path=other.cache.path)))
     assert merge(other.cache.path, [config.cache.path]).num_samples == 48
     cache = Cache(other.cache.path)
@@ -525,25 +526,33 @@ def test_declared_equal_to_a_capture_it_can_be_merged_and_repaired(
 
 
 @pytest.mark.slow
-@KINDS
 def test_killed_at_any_write_it_goes_on_to_the_same_cache(
-    kind: str, make_import: MakeImport, built: Path, tmp_path: Path
+    captured: list[Captured], make_import: MakeImport, tmp_path: Path
 ) -> None:
+    source = write_specforge(tmp_path / "source", captured[:24], BLOCKS)
+
+    def config(name: str) -> ImportConfig:
+        return make_import(
+            "specforge",
+            path=tmp_path / name,
+            preset="balanced",
+            source=source,
+            plan=PlanConfig(shard_mib=0.25),
+        )
+
     killer = Killer(import_states, tmp_path)
-    config = make_import(kind, path=tmp_path / "undisturbed", preset="balanced")
-    total = killer.count(config)
-    expected = contents(config.cache.path)
-    rng, midway = random.Random(kind), 0
-    for number in range(6):
-        config = make_import(kind, path=tmp_path / f"killed-{number}", preset="balanced")
-        kills = sorted(rng.sample(range(2, total), 2))
-        assert killer.run(config, kill_at=kills[number % 2]) == -9
-        midway += any((config.cache.path / "records").glob("*.json"))
-        killer.run(config, kill_at=rng.randrange(2, total))
-        import_states(config)
-        assert contents(config.cache.path) == expected
-        assert_clean(config.cache.path)
-    assert midway, "no kill fell between two commits: the test has lost its point"
+    total = killer.count(config("undisturbed"))
+    expected = contents(tmp_path / "undisturbed")
+    # The plan, the head, a shard, the last shard, the publication.
+    for number, kill_at in enumerate(range(total // 10, total, total // 4)):
+        path = tmp_path / f"killed-{number}"
+        assert killer.run(config(path.name), kill_at=kill_at) == -9
+        if number == 2:
+            assert any((path / "records").glob("*.json")), "no kill fell between two commits"
+            assert killer.run(config(path.name), kill_at=total // 20) == -9
+        import_states(config(path.name))
+        assert contents(path) == expected
+        assert_clean(path)
 
 
 def test_its_command(
