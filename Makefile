@@ -60,7 +60,7 @@ $(VENV)/installed: pyproject.toml .constraints.txt
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	$(PIP) install -c .constraints.txt -e '.[gguf,endpoint,dev]'
+	$(PIP) install -c .constraints.txt -e '.[gguf,endpoint,import,dev]'
 	$(PIP) install --no-deps dflash==0.1.0
 	touch $@
 

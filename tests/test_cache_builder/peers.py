@@ -57,7 +57,7 @@ def write_speculators(
     *,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Path:
-    """A data set and one file of states per row; `entries` count hidden_states: n is block n - 1."""
+    """A data set and one file of states per row; entry n of hidden_states is block n - 1."""
     from datasets import Dataset
 
     rows = Dataset.from_dict(
