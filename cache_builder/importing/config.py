@@ -36,8 +36,8 @@ class CheckConfig:
     """Samples compared; 0 compares none."""
 
     tolerance: float = 0.05
-    """Relative L2 distance allowed per block. Measured: up to 0.02 between bfloat16 and float32 or
-    between kernels; the neighbouring block is 0.1 to 0.9 away."""
+    """Relative L2 distance allowed per block. The states of one target differ by up to 0.005
+    between batch shapes and 0.014 between bfloat16 and float32; other engines get some more."""
 
     seed: int = 0
     """Chooses the samples."""
