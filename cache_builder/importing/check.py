@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from cache_builder.distance import block_distances, is_of_block, nearest_block
 from cache_builder.importing.config import CheckConfig, DeclaredConfig
 from cache_builder.importing.slots import Slots
 from cache_builder.importing.source import Place, StateSource
@@ -57,8 +58,8 @@ def check_states(
         target: with taps on all its blocks, in their order.
 
     Raises:
-        DataError: a block differs by more than `config.tolerance`; it names the file, and the
-            block that the states are of, if any.
+        DataError: a block differs by more than `config.tolerance`, or another block is clearly
+            nearer; it names the file, and the block that the states are of, if any.
         SampleSkippedError: a file cannot be read any more.
     """
     count = min(config.num_samples, len(plan))
@@ -68,29 +69,19 @@ def check_states(
         pattern, number, _ = plan.provenance(position)
         place = Place(pattern, number)
         ids = plan.sample(position).token_ids[:_CHECKED_TOKENS]
-        stored_TLD = source.states(place)[1][: len(ids), list(slots.columns)].float()
-        fresh_TND = target.capture([ids])[0].cpu().float()
-        distance_LN = torch.stack(
-            [_distance(stored_TLD[:, [i]], fresh_TND) for i in range(stored_TLD.shape[1])]
-        )
-        own = distance_LN[range(len(slots.target_layer_ids)), list(slots.target_layer_ids)]
-        if not (own <= config.tolerance).all():  # a NaN is one too
+        stored_TLD = source.states(place)[1][: len(ids), list(slots.columns)]
+        fresh_TND = target.capture([ids])[0].cpu()
+        distance_LN = block_distances(stored_TLD, fresh_TND)
+        blocks = slots.target_layer_ids
+        if not all(
+            is_of_block(distance_N, block, config.tolerance)
+            for distance_N, block in zip(distance_LN, blocks, strict=True)
+        ):
             where = str(source.root / place.name)
             raise DataError(_explain(where, slots, distance_LN, declared, config.tolerance))
-        distances.append(own)
+        distances.append(distance_LN[range(len(blocks)), list(blocks)])
     largest = torch.stack(distances).amax(0).tolist() if distances else []
     return Check(count, tuple(largest))
-
-
-def _distance(found_T1D: Tensor, expected_TND: Tensor) -> Tensor:
-    """Relative L2 distance to every block, [N]: of the whole, or the median token's if larger.
-
-    Massive activations of one token make up most of the whole, and are alike in many blocks.
-    """
-    square_TN = (found_T1D - expected_TND).square().sum(2)
-    norm_TN = expected_TND.square().sum(2).clamp_min(1e-30)
-    whole_N = square_TN.sum(0) / norm_TN.sum(0)
-    return whole_N.maximum((square_TN / norm_TN).median(0).values).sqrt()
 
 
 def _explain(
@@ -98,14 +89,18 @@ def _explain(
 ) -> str:
     blocks = slots.target_layer_ids
     own = [float(distance_LN[i, block]) for i, block in enumerate(blocks)]
-    nearest = [int(block) for block in distance_LN.nan_to_num(torch.inf).argmin(1)]
+    nearest = [nearest_block(distance_N) for distance_N in distance_LN]
     least = [float(distance_LN[i, block]) for i, block in enumerate(nearest)]
-    worst = max(range(len(own)), key=lambda i: own[i] if own[i] == own[i] else torch.inf)
+    wrong = [i for i, k in enumerate(blocks) if not is_of_block(distance_LN[i], k, tolerance)]
+    worst = max(wrong, key=lambda i: own[i] if own[i] == own[i] else torch.inf)
     message = (
         f"{where}: state {slots.columns[worst]} of each token, declared as the output of block "
-        f"{blocks[worst]} (from 0), differs from the target's by {100 * own[worst]:.1f} %; "
-        f"{100 * tolerance:g} % is allowed. "
+        f"{blocks[worst]} (from 0), differs from the target's by {100 * own[worst]:.1f} %"
     )
+    if own[worst] <= tolerance:
+        message += f", from its block {nearest[worst]} by {100 * least[worst]:.1f} % only. "
+    else:
+        message += f"; {100 * tolerance:g} % is allowed. "
     if not max(least) <= tolerance:
         return message + (
             f"No block gives it (block {nearest[worst]} comes within {100 * least[worst]:.1f} %): "

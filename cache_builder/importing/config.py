@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cache_builder.config import CacheConfig, CaptureConfig, CodecConfig, PlanConfig
+from cache_builder.distance import NOISE
 from shared import config
 from shared.errors import ConfigError
 
@@ -35,9 +36,8 @@ class CheckConfig:
     num_samples: int = 8
     """Samples compared; 0 compares none."""
 
-    tolerance: float = 0.05
-    """Relative L2 distance allowed per block. The states of one target differ by up to 0.005
-    between batch shapes and 0.014 between bfloat16 and float32; other engines get some more."""
+    tolerance: float = NOISE
+    """Relative distance allowed per block; see `block_distances`."""
 
     seed: int = 0
     """Chooses the samples."""

@@ -28,7 +28,14 @@ from cache_builder.lock import builder_lock
 from cache_builder.plan import Plan
 from cache_builder.planning import committed_samples, find_plan
 from cache_builder.space import require_fit
-from cache_builder.target import Target, load_config, resolve_target
+from cache_builder.target import (
+    FileStamps,
+    Target,
+    load_config,
+    require_unchanged,
+    resolve_target,
+    stamp_files,
+)
 from cache_builder.worker import Job, Prepared
 from shared.cache import (
     CALIBRATIONS,
@@ -74,6 +81,7 @@ class _Job:
     slots: Slots
     target: TargetConfig
     target_path: Path
+    target_stamps: FileStamps
     num_layers: int
     spec: CaptureSpec
 
@@ -136,6 +144,7 @@ def import_states(config: ImportConfig) -> ImportReport:
 def _understand(config: ImportConfig) -> _Job:
     target = TargetConfig(path=config.target, revision=config.revision)
     target_path = resolve_target(target)
+    stamps = stamp_files(target_path)
     text = load_config(target_path).get_text_config()
     source = _open_source(config, text.hidden_size)
     shape = find_shape(source)
@@ -162,6 +171,7 @@ def _understand(config: ImportConfig) -> _Job:
         slots=slots,
         target=target,
         target_path=target_path,
+        target_stamps=stamps,
         num_layers=text.num_hidden_layers,
         spec=describe_import(config, target, target_path, slots),
     )
@@ -225,6 +235,7 @@ def _check_and_prepare(
     if config.check.num_samples or prepared is None:
         device = "cuda:0" if torch.cuda.is_available() else "cpu"
         target = Target.load(job.target_path, job.target, range(job.num_layers), device)
+        require_unchanged(job.target_path, job.target_stamps)
         if config.check.num_samples:
             check = check_states(job.source, plan, job.slots, target, config.check, config.declared)
         if prepared is None:
@@ -244,6 +255,7 @@ def _described(job: _Job, plan: Plan) -> Job:
         spec=job.spec,
         target_path=job.target_path,
         target=job.target,
+        target_stamps=job.target_stamps,
         min_free_bytes=job.config.cache.min_free_bytes,
     )
 

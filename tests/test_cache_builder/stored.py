@@ -94,7 +94,7 @@ class Killer:
         self._count = scratch / "number-of-writes"
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(
-            ["cache_builder.importing.importer", "transformers.models.qwen3"]
+            ["cache_builder.importing.importer", "transformers.models.qwen3.modeling_qwen3"]
         )
 
     def run(self, *arguments: object, kill_at: int = -1) -> int:
