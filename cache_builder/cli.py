@@ -157,7 +157,8 @@ def verify(
     """Check a cache; exit code 1 if anything is wrong.
 
     Without --deep: metadata, small files, and the presence and size of the large ones. With
-    --recapture K: what is stored of K samples is also what the target gives for them.
+    --recapture K: what is stored of K samples is also what the target gives for them, and no
+    neighbouring block is nearer.
     """
     from tqdm import tqdm
 
@@ -474,7 +475,11 @@ def _require_fitting(context: click.Context, endpoint: str | None, model: str | 
     type=click.Choice(["bfloat16", "float32"]),
     help="Type the target computed in; default: that of the stored states.",
 )
-@click.option("--codec", metavar="PRESET", help="As codec.preset in a build, default too.")
+@click.option(
+    "--codec",
+    metavar="PRESET",
+    help="lossless, balanced or small: codec.preset of a build, with its default.",
+)
 @click.option(
     "--states",
     type=click.Path(path_type=Path),
@@ -522,7 +527,9 @@ def import_command(kind: str, source: Path, cache: Path, **options: Any) -> None
       specforge    the output of prepare_hidden_states: rows_*/data_N.ckpt or .ckpt.gz
                    (pickles; loaded as plain tensors only, never as code)
 
-    Their files do not say which layers they hold, so you do. `--layer-numbering block`: id k is
+    Their files do not say which layers they hold, so you do. Look for the ids in --target-layer-ids
+    of the vLLM launch (2, N//2 and N-3 of N blocks if it was not given, with N behind them), or in
+    target_layer_ids under dflash_config of SpecForge's draft configuration. `--layer-numbering block`: id k is
     the output of decoder block k, from 0 (z-lab, SGLang, SpecForge). `hidden-states`: id k is
     entry k of transformers' hidden_states, whose 0 is the embedding (speculators, vLLM). The last
     block's output is left out unless --keep-last; say where it was taken with --last-hidden.

@@ -17,6 +17,7 @@ from cache_builder.importing.source import Place, StateSource
 from cache_builder.plan import Plan
 from cache_builder.target import Target
 from shared.errors import DataError
+from shared.quantity import count
 
 _OTHER_NUMBERING = {"hidden-states": ("block", 1), "block": ("hidden-states", -1)}
 """By the numbering declared: the other one, and how its blocks lie to those of this one."""
@@ -36,7 +37,7 @@ class Check:
     def rows(self, target_layer_ids: tuple[int, ...]) -> list[tuple[str, str]]:
         """A table of names and values."""
         return [
-            ("run again", f"{self.num_samples} samples by the target"),
+            ("run again", f"{count(self.num_samples, 'sample')} by the target"),
             *(
                 (f"  block {block}", f"largest difference {100 * distance:.2f} %")
                 for block, distance in zip(target_layer_ids, self.largest, strict=True)
@@ -62,8 +63,8 @@ def check_states(
             nearer; it names the file, and the block that the states are of, if any.
         SampleSkippedError: a file cannot be read any more.
     """
-    count = min(config.num_samples, len(plan))
-    chosen = np.random.default_rng(config.seed).choice(len(plan), count, replace=False)
+    num_samples = min(config.num_samples, len(plan))
+    chosen = np.random.default_rng(config.seed).choice(len(plan), num_samples, replace=False)
     distances = []
     for position in tqdm(np.sort(chosen).tolist(), desc="check", unit="sample", disable=None):
         pattern, number, _ = plan.provenance(position)
@@ -81,7 +82,7 @@ def check_states(
             raise DataError(_explain(where, slots, distance_LN, declared, config.tolerance))
         distances.append(distance_LN[range(len(blocks)), list(blocks)])
     largest = torch.stack(distances).amax(0).tolist() if distances else []
-    return Check(count, tuple(largest))
+    return Check(num_samples, tuple(largest))
 
 
 def _explain(

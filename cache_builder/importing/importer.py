@@ -50,6 +50,7 @@ from shared.config import build as build_config
 from shared.errors import CacheIncompatibleError, DataError
 from shared.files import canonical_json, sha256_bytes, write_bytes, writing
 from shared.manifest import Manifest
+from shared.quantity import count
 from shared.spec import CaptureSpec
 from shared.storage import LocalStorage
 
@@ -113,16 +114,16 @@ def import_states(config: ImportConfig) -> ImportReport:
         require_records(job.cache, job.spec)
         plan = _find_or_make_plan(job)
         if leftovers := discard_uncommitted(job.cache):
-            logger.info("discarded %d shards that were never committed", leftovers)
+            logger.info("discarded %s that were never committed", count(leftovers, "shard"))
         done = committed_shards(job.cache)
         todo = [shard_id for shard_id in plan.shard_ids if shard_id not in done]
         logger.info(
-            "plan %s: %d samples, %d tokens, %d shards, %d to write",
+            "plan %s: %s, %s, %s, %s to write",
             plan.plan_id,
-            len(plan),
-            plan.num_tokens,
-            len(plan.shard_ids),
-            len(todo),
+            count(len(plan), "sample"),
+            count(plan.num_tokens, "token"),
+            count(len(plan.shard_ids), "shard"),
+            f"{len(todo):,}",
         )
         check = None
         if todo:
@@ -309,7 +310,8 @@ def rows(report: ImportReport) -> list[tuple[str, str]]:
         *table,
         (
             "imported",
-            f"{report.num_new_shards:,} new shards; the cache holds {totals.num_samples:,} samples "
+            f"{count(report.num_new_shards, 'new shard')}; the cache holds "
+            f"{count(totals.num_samples, 'sample')} "
             f"({totals.quarantined:,} quarantined)",
         ),
         ("blocks", ", ".join(map(str, blocks))),

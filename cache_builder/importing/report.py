@@ -6,6 +6,7 @@ from typing import Any
 
 from cache_builder.importing.source import SampleSkippedError, SourceTokens
 from shared.errors import DataError
+from shared.quantity import count
 
 MAX_EXAMPLES = 8
 
@@ -53,8 +54,8 @@ class ScanReport:
         """
         if not self.num_kept:
             reasons = "; ".join(
-                f"{count} {reason} ({self.examples[reason][0]})"
-                for reason, count in self.skipped.most_common()
+                f"{number} {reason} ({self.examples[reason][0]})"
+                for reason, number in self.skipped.most_common()
             )
             raise DataError(f"{where}: none of {self.num_seen} samples can be imported: {reasons}.")
 
@@ -64,8 +65,8 @@ class ScanReport:
             **{name: getattr(self, name) for name in self.__slots__ if name.startswith("num_")},
             "dtypes": dict(self.dtypes),
             "skipped": {
-                reason: {"count": count, "examples": self.examples[reason]}
-                for reason, count in self.skipped.most_common()
+                reason: {"count": number, "examples": self.examples[reason]}
+                for reason, number in self.skipped.most_common()
             },
         }
 
@@ -77,7 +78,7 @@ def rows(scan: dict[str, Any]) -> list[tuple[str, str]]:
     table = [
         (
             "read",
-            f"{scan['num_seen']:,} samples: {scan['num_kept']:,} usable "
+            f"{count(scan['num_seen'], 'sample')}: {scan['num_kept']:,} usable "
             f"({scan['num_cached']:,} in the cache already), {num_skipped:,} skipped",
         ),
         *(
@@ -87,9 +88,9 @@ def rows(scan: dict[str, Any]) -> list[tuple[str, str]]:
         (
             "tokens",
             f"{scan['num_tokens']:,} ({scan['num_supervised_tokens']:,} supervised), "
-            f"{scan['num_padding']:,} positions of padding left out",
+            f"{count(scan['num_padding'], 'position')} of padding left out",
         ),
     ]
     if rounded:
-        table.append(("rounded", f"float32 to bfloat16 in {rounded:,} samples"))
+        table.append(("rounded", f"float32 to bfloat16 in {count(rounded, 'sample')}"))
     return table

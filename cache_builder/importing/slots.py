@@ -79,10 +79,16 @@ def resolve_slots(
         raise DataError(f"--layer-ids {_joined(ids)}: an id is named twice.")
     shift = 1 if declared.layer_numbering == "hidden-states" else 0
     if outside := [i for i in ids if not shift <= i < num_layers + shift]:
+        other = "block" if shift else "hidden-states"
+        hint = (
+            f" All of them fit `{other}`: look whether the capture counted so."
+            if all(1 - shift <= i < num_layers + 1 - shift for i in ids)
+            else ""
+        )
         raise DataError(
             f"--layer-ids {_joined(ids)}: {_joined(outside)} is out of range: the target has "
             f"{num_layers} blocks, in the numbering `{declared.layer_numbering}` {shift} to "
-            f"{num_layers - 1 + shift}."
+            f"{num_layers - 1 + shift}.{hint}"
         )
     last = num_layers - 1 + shift
     keeps_last = last in ids and _keeps_last(declared, last)

@@ -23,14 +23,17 @@ from cache_builder.importing.importer import import_states, rows
 from cache_builder.inspect import inspect_cache
 from cache_builder.merge import merge
 from cache_builder.recapture import recapture
+from cache_builder.repair import repair
 from shared.cache import DESCRIPTION, MANIFEST, Cache
 from shared.errors import (
+    CacheError,
     CacheIncompatibleError,
     CacheNotFoundError,
     CaptureError,
     ConfigError,
     DataError,
 )
+from shared.shard import GROUP, STATES_OBJECT
 from tests.conftest import conversations, write_jsonl
 from tests.test_cache_builder.peers import (
     Captured,
@@ -46,6 +49,7 @@ from trainer.train import train
 MakeBuild = Callable[..., BuildConfig]
 MakeImport = Callable[..., ImportConfig]
 
+NUM_SAMPLES = 24
 BLOCKS = (0, 2)
 ENTRIES = (1, 3, 4)
 """The same blocks as entries of hidden_states, and the last block, whose number is 4."""
@@ -62,9 +66,10 @@ KINDS = pytest.mark.parametrize("kind", ["speculators", "specforge"])
 @pytest.fixture(scope="module")
 def built(tiny_build: MakeBuild, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A lossless cache of the tiny target; a sample's states do not depend on its batch."""
-    path = tmp_path_factory.mktemp("captured") / "cache"
-    build(one_by_one(tiny_build(path, preset="lossless")))
-    return path
+    directory = tmp_path_factory.mktemp("captured")
+    data = write_jsonl(directory / "data.jsonl", conversations(range(NUM_SAMPLES)))
+    build(one_by_one(tiny_build(directory / "cache", preset="lossless", data=[data])))
+    return directory / "cache"
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +127,7 @@ def test_an_import_is_what_a_build_captures(
     assert ours.spec.target_layer_ids == theirs.spec.target_layer_ids == BLOCKS
     assert ours.description["head_sha256"] == theirs.description["head_sha256"]
     assert ours.manifest.sources == (kind,)
-    assert report.num_new_shards > 3
+    assert report.num_new_shards > 2
     assert report.check is not None
     assert report.check.num_samples == 8
     assert max(report.check.largest) < 0.01
@@ -136,11 +141,11 @@ def test_the_account_of_an_import(make_import: MakeImport, captured: list[Captur
     longest = [
         max(len(s.token_ids) for s in captured[i // 4 * 4 :][:4]) for i in range(len(captured))
     ]
-    assert scan["num_seen"] == scan["num_kept"] == 48
+    assert scan["num_seen"] == scan["num_kept"] == NUM_SAMPLES
     assert scan["num_tokens"] == num_tokens
     assert scan["num_supervised_tokens"] == sum(sum(s.loss_mask) for s in captured)
     assert scan["num_padding"] == sum(longest) - num_tokens > 0
-    assert scan["dtypes"] == {"bfloat16": 48}
+    assert scan["dtypes"] == {"bfloat16": NUM_SAMPLES}
     assert scan["skipped"] == {}
 
 
@@ -151,7 +156,7 @@ def test_float32_states_are_rounded_and_counted(
     report = import_states(make_import("speculators", source=source, dtype=None))
     assert states_and_tokens(tmp_path / "cache") == states_and_tokens(built)
     assert Cache(tmp_path / "cache").spec.target.dtype == "float32"
-    assert ("rounded", "float32 to bfloat16 in 48 samples") in rows(report)
+    assert ("rounded", f"float32 to bfloat16 in {NUM_SAMPLES} samples") in rows(report)
 
 
 def test_the_order_stored_need_not_ascend(
@@ -178,20 +183,17 @@ def test_the_last_block_is_kept_where_asked_for(
 
 
 @KINDS
-def test_balanced_states_are_within_the_codecs_error(
-    kind: str, built: Path, make_import: MakeImport, tiny_target: Path, tmp_path: Path
+def test_balanced_states_are_within_the_codecs_error_and_train(
+    kind: str,
+    make_import: MakeImport,
+    tiny_target: Path,
+    tiny_train: Callable[..., TrainConfig],
+    tmp_path: Path,
 ) -> None:
     import_states(make_import(kind, preset="balanced"))
-    report = recapture(tmp_path / "cache", tiny_target, 48)
-    assert (report.num_samples, report.problems) == (48, [])
+    report = recapture(tmp_path / "cache", tiny_target, NUM_SAMPLES)
+    assert (report.num_samples, report.problems) == (NUM_SAMPLES, [])
     assert 0.001 < max(report.largest) < 0.04
-
-
-@KINDS
-def test_training_runs_on_an_import(
-    kind: str, make_import: MakeImport, tiny_train: Callable[..., TrainConfig], tmp_path: Path
-) -> None:
-    import_states(make_import(kind, preset="balanced"))
     train(tiny_train(tmp_path / "run", tmp_path / "cache", steps=2))
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line).get("train/loss") for line in lines]
@@ -204,11 +206,13 @@ MISSING = [
     ({"last_hidden": None}, "--last-hidden is missing: id 4.*before-norm.*after-norm"),
     ({"layer_ids": (1, 3)}, "2 ids, but the files hold 3 states"),
     ({"layer_ids": (1, 1, 4)}, "named twice"),
-    ({"layer_ids": (0, 3, 4)}, "0 is out of range: the target has 4 blocks.* 1 to 4"),
-    ({"layer_ids": (1, 3, 5)}, "5 is out of range"),
+    ({"layer_ids": (0, 3, 4)}, r"0 is out of range: the target has 4 blocks.* 1 to 4\.$"),
+    ({"layer_ids": (0, 2, 3)}, r"0 is out of range.* 1 to 4\. All of them fit `block`"),
+    ({"layer_ids": (1, 3, 5)}, r"5 is out of range.* 1 to 4\.$"),
     (
         {"layer_numbering": "block"},
-        r"4 is out of range: the target has 4 blocks, in the numbering `block` 0 to 3",
+        r"4 is out of range: the target has 4 blocks, in the numbering `block` 0 to 3\. "
+        "All of them fit `hidden-states`",
     ),
     ({"last_hidden": "after-norm", "keep_last": True}, "after the final norm, which cannot be"),
 ]
@@ -258,6 +262,14 @@ def test_a_wrong_declaration_is_found_before_anything_is_written(
     assert_clean(tmp_path / "cache")
 
 
+def test_the_nearest_block_tells_where_the_tolerance_does_not(make_import: MakeImport) -> None:
+    config = make_import(
+        "specforge", declared={"layer_ids": (1, 2)}, check=CheckConfig(tolerance=0.99)
+    )
+    with pytest.raises(DataError, match=r"block 1 .*from its block 0 by 0\.\d % only.*correct"):
+        import_states(config)
+
+
 def test_states_of_another_model_or_shifted_by_a_token_are_found(
     captured: list[Captured], make_import: MakeImport, tmp_path: Path
 ) -> None:
@@ -294,9 +306,9 @@ def test_what_cannot_be_imported_is_counted_by_reason_and_named(
         "id_out_of_range": 1,
         "duplicate": 1,
     }
-    assert (scan["num_seen"], scan["num_kept"]) == (49, 43)
+    assert (scan["num_seen"], scan["num_kept"]) == (NUM_SAMPLES + 1, NUM_SAMPLES - 5)
     table = dict(rows(report))
-    assert "43 usable" in table["read"]
+    assert f"{NUM_SAMPLES - 5} usable" in table["read"]
     assert "6 skipped" in table["read"]
     assert "hs_3.safetensors is missing" in table["  no_states"]
     assert "hs_4.safetensors" in table["  unreadable"]
@@ -313,15 +325,15 @@ def test_missing_states_are_added_by_the_next_import(
     source = write_speculators(tmp_path / "source", captured, ENTRIES)
     aside = tmp_path / "aside"
     aside.mkdir()
-    for number in range(30, 48):
+    for number in range(10, NUM_SAMPLES):
         damage(source, number).rename(aside / damage(source, number).name)
     config = make_import("speculators", source=source)
     assert Cache(import_states(config).manifest and tmp_path / "cache").manifest.generation == 1
     for path in aside.iterdir():
         path.rename(source / "hidden_states" / path.name)
     second = import_states(config)
-    assert (len(second.plan), second.manifest.generation) == (18, 2)
-    assert second.plan.description["report"]["num_cached"] == 30
+    assert (len(second.plan), second.manifest.generation) == (NUM_SAMPLES - 10, 2)
+    assert second.plan.description["report"]["num_cached"] == 10
     assert states_and_tokens(tmp_path / "cache") == states_and_tokens(built)
     third = import_states(config)
     assert (third.num_new_shards, third.manifest.generation, third.check) == (0, 2, None)
@@ -354,16 +366,16 @@ def test_states_that_are_not_of_their_tokens_stop_the_import(
         import_states(config)
     report = import_states(replace(config, on_mismatch="skip"))
     assert report.plan.description["report"]["skipped"][reason]["count"] == 1
-    assert report.manifest.totals.num_samples == 47
+    assert report.manifest.totals.num_samples == NUM_SAMPLES - 1
 
 
 def test_a_data_set_prepared_anew_is_noticed(
     captured: list[Captured], make_import: MakeImport, tmp_path: Path
 ) -> None:
     source = write_speculators(tmp_path / "source", captured, ENTRIES)
-    fewer = write_speculators(tmp_path / "fewer", captured[:40], ENTRIES)
+    fewer = write_speculators(tmp_path / "fewer", captured[:20], ENTRIES)
     config = make_import("speculators", source=fewer, states=source / "hidden_states")
-    with pytest.raises(DataError, match=r"hs_40\.safetensors: the data set has 40 rows only"):
+    with pytest.raises(DataError, match=r"hs_20\.safetensors: the data set has 20 rows only"):
         import_states(config)
     other = write_speculators(tmp_path / "other", captured[::-1], ENTRIES)
     config = make_import("speculators", source=other, states=source / "hidden_states")
@@ -400,10 +412,17 @@ def test_unusable_states_are_quarantined_and_fail_the_import(
     source = write_speculators(tmp_path / "source", captured, ENTRIES)
     change(damage(source, 7), hidden_states=lambda t: t.index_fill(0, torch.tensor([1]), np.nan))
     config = make_import("speculators", source=source, check=CheckConfig(num_samples=0))
-    with pytest.raises(CaptureError, match=r"1 of 48 .* states of block 0 are not finite"):
+    with pytest.raises(CaptureError, match=r"1 of 24 .* states of block 0 are not finite"):
         import_states(config)
     with pytest.raises(CacheNotFoundError):
         Cache(tmp_path / "cache")
+    totals = import_states(replace(config, max_quarantined_fraction=0.05)).manifest.totals
+    assert (totals.num_samples, totals.quarantined) == (NUM_SAMPLES - 1, 1)
+    change(damage(source, 7), hidden_states=lambda t: t.nan_to_num(0.5))  # the file is replaced
+    totals = import_states(config).manifest.totals
+    assert (totals.num_samples, totals.quarantined) == (NUM_SAMPLES, 0)
+    with pytest.raises(ValueError, match="max_quarantined_fraction"):
+        replace(config, max_quarantined_fraction=2.0)
 
 
 def test_a_pickle_with_code_is_not_run(
@@ -497,6 +516,10 @@ def test_an_import_says_that_it_is_one(
         build(tiny_build(ours.path, preset="lossless"))
     with pytest.raises(CacheIncompatibleError, match="built with other settings"):
         import_states(make_import("speculators", path=tmp_path / "into"))
+    victim = Cache(ours.path).shard_ids[0]
+    (ours.path / GROUP / victim / STATES_OBJECT).write_bytes(b"damaged")
+    with pytest.raises(CacheError, match=rf"{victim} are damaged.*were imported from speculators"):
+        repair(tiny_build(ours.path, preset="lossless"))
     with pytest.raises(CacheIncompatibleError, match="Declare the same"):
         import_states(
             make_import("speculators", declared={"last_hidden": "after-norm"}, path=ours.path)
@@ -519,7 +542,7 @@ def test_declared_equal_to_a_capture_it_can_be_merged_and_repaired(
     assert Cache(config.cache.path).spec == Cache(other.cache.path).spec
     with pytest.raises(CacheIncompatibleError, match=r"were captured here.*merge"):
         import_states(replace(config, cache=replace(config.cache, path=other.cache.path)))
-    assert merge(other.cache.path, [config.cache.path]).num_samples == 48
+    assert merge(other.cache.path, [config.cache.path]).num_samples == NUM_SAMPLES
     cache = Cache(other.cache.path)
     assert set(cache.manifest.sources) == {"made", "specforge"}
     assert states_and_tokens(built).items() <= states_and_tokens(cache.path).items()
@@ -529,7 +552,7 @@ def test_declared_equal_to_a_capture_it_can_be_merged_and_repaired(
 def test_killed_at_any_write_it_goes_on_to_the_same_cache(
     captured: list[Captured], make_import: MakeImport, tmp_path: Path
 ) -> None:
-    source = write_specforge(tmp_path / "source", captured[:24], BLOCKS)
+    source = write_specforge(tmp_path / "source", captured[:8], BLOCKS)
 
     def config(name: str) -> ImportConfig:
         return make_import(
@@ -537,17 +560,18 @@ def test_killed_at_any_write_it_goes_on_to_the_same_cache(
             path=tmp_path / name,
             preset="balanced",
             source=source,
-            plan=PlanConfig(shard_mib=0.25),
+            plan=PlanConfig(shard_mib=0.06),
+            check=CheckConfig(num_samples=1),
         )
 
     killer = Killer(import_states, tmp_path)
     total = killer.count(config("undisturbed"))
     expected = contents(tmp_path / "undisturbed")
-    # The plan, the head, a shard, the last shard, the publication.
-    for number, kill_at in enumerate(range(total // 10, total, total // 4)):
+    # Plan or head; a shard, and while that is resumed; the publication.
+    for number, kill_at in enumerate((total // 8, total * 6 // 10, total - 3)):
         path = tmp_path / f"killed-{number}"
         assert killer.run(config(path.name), kill_at=kill_at) == -9
-        if number == 2:
+        if number == 1:
             assert any((path / "records").glob("*.json")), "no kill fell between two commits"
             assert killer.run(config(path.name), kill_at=total // 20) == -9
         import_states(config(path.name))
@@ -573,10 +597,15 @@ def test_its_command(
     assert not (tmp_path / "cache").exists()
     result = run(*declared, "--codec", "lossless", "--recapture", 3, "--shard-mib", 0.25)
     assert result.exit_code == 0, result.exception
-    for text in ("48 usable", "3 samples by the target", "states of layer id 4", "48 samples"):
+    for text in (
+        f"{NUM_SAMPLES} usable",
+        "3 samples by the target",
+        "states of layer id 4",
+        f"{NUM_SAMPLES} samples",
+    ):
         assert text in result.output
     manifest = json.loads((tmp_path / "cache" / MANIFEST).read_text())
-    assert manifest["totals"]["num_samples"] == 48
+    assert manifest["totals"]["num_samples"] == NUM_SAMPLES
     assert json.loads((tmp_path / "cache" / DESCRIPTION).read_text())["origin"]
     result = CliRunner().invoke(cli.main, ["inspect", str(tmp_path / "cache")])
     assert "from speculators, layer ids [1, 3, 4] counted as hidden-states" in result.output
