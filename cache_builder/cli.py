@@ -529,10 +529,12 @@ def import_command(kind: str, source: Path, cache: Path, **options: Any) -> None
 
     Their files do not say which layers they hold, so you do. Look for the ids in --target-layer-ids
     of the vLLM launch (2, N//2 and N-3 of N blocks if it was not given, with N behind them), or in
-    target_layer_ids under dflash_config of SpecForge's draft configuration. `--layer-numbering block`: id k is
-    the output of decoder block k, from 0 (z-lab, SGLang, SpecForge). `hidden-states`: id k is
-    entry k of transformers' hidden_states, whose 0 is the embedding (speculators, vLLM). The last
-    block's output is left out unless --keep-last; say where it was taken with --last-hidden.
+    target_layer_ids under dflash_config of SpecForge's draft configuration.
+
+    What they count: `--layer-numbering block`: id k is the output of decoder block k, from 0
+    (z-lab, SGLang, SpecForge). `hidden-states`: id k is entry k of transformers' hidden_states,
+    whose 0 is the embedding (speculators, vLLM). The last block's output is left out unless
+    --keep-last; say where it was taken with --last-hidden.
 
     \b
     For a target of 36 blocks, captured with the defaults of either tool:
