@@ -66,7 +66,7 @@ def build(config: BuildConfig, *, retry_quarantined: bool = False) -> BuildRepor
             path.mkdir(parents=True, exist_ok=True)
     with builder_lock(path), explaining_interrupts(path):
         prepared = open_or_create(path, spec)
-        _require_records(path, spec)
+        require_records(path, spec)
         plan = find_or_make_plan(config, spec, template, retry_quarantined=retry_quarantined)
         leftovers = discard_uncommitted(path)
         if leftovers:
@@ -116,7 +116,7 @@ def _state(path: Location) -> str:
     )
 
 
-def _require_records(path: Location, spec: CaptureSpec) -> None:
+def require_records(path: Location, spec: CaptureSpec) -> None:
     """Refuse to build on while a published shard has no record, or another than was published.
 
     Raises:

@@ -218,5 +218,6 @@ def _require_usable(
             f"{cache}: {len(quarantined)} of {total} samples have unusable states ({examples}). "
             f"More than capture.max_quarantined_fraction allows ({fraction:g}): nothing is "
             "published. Look at the samples; after a fault of the machine, build with "
-            "--retry-quarantined; to do without them, raise the fraction."
+            "--retry-quarantined, or import again once their files are replaced; to do without "
+            "them, raise the fraction."
         )

@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 from cache_builder.config import BuildConfig
 from cache_builder.decoder import default_layer_ids
@@ -119,8 +120,12 @@ def create_directories(path: Location) -> None:
     )
 
 
-def write_description(job: Job, prepared: Prepared) -> None:
-    """Write `cache.json`: from now on this directory is a cache of this fingerprint."""
+def write_description(job: Job, prepared: Prepared, origin: dict[str, Any] | None = None) -> None:
+    """Write `cache.json`: from now on this directory is a cache of this fingerprint.
+
+    Args:
+        origin: where imported states come from; None where they are captured here.
+    """
     files = [name for name in _TARGET_FILES if (job.target_path / name).is_file()]
     digests = [copy_target_file(job.target_path, job.cache, name) for name in files]
     put_json(
@@ -136,6 +141,7 @@ def write_description(job: Job, prepared: Prepared) -> None:
             "target_name": job.target.path,
             "target_revision": job.target.revision,
             "target_files": dict(zip(files, digests, strict=True)),
+            **({} if origin is None else {"origin": origin}),
         },
     )
 

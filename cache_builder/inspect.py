@@ -41,6 +41,7 @@ def inspect_cache(path: Location) -> dict[str, Any]:
         "vocab_size": spec.target.vocab_size,
         "target": cache.description.get("target_name"),
         "target_dtype": spec.target.dtype,
+        "origin": cache.description.get("origin"),
         "max_length": spec.tokens.max_length,
         "lengths": {
             f"{low + 1}-{high}": int(count)
@@ -93,6 +94,7 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
             + ("" if ratio is None else f", {ratio:.3f} of bf16"),
         ),
         ("target", f"{facts['target']}, {facts['target_dtype']}"),
+        *([("imported", _origin(facts["origin"]))] if facts["origin"] else []),
         ("blocks", f"{facts['target_layer_ids']} of hidden size {facts['hidden_size']}"),
         ("lengths", ", ".join(f"{key}: {count}" for key, count in facts["lengths"].items())),
         ("sources", ", ".join(f"{tag}: {count}" for tag, count in facts["sources"].items())),
@@ -106,3 +108,14 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
             )
         )
     return table
+
+
+def _origin(origin: dict[str, Any]) -> str:
+    declared = origin["declared"]
+    text = (
+        f"from {origin['kind']}, layer ids {declared['layer_ids']} counted as "
+        f"{declared['layer_numbering']}"
+    )
+    if declared["left_out"]:
+        text += f", {declared['left_out']} ({declared['last_hidden']}) left out"
+    return text + (", declared equal to a captured cache" if origin["same_as"] else "")

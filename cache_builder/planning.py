@@ -70,12 +70,8 @@ def find_or_make_plan(
         if quarantined:
             logger.info("%d quarantined samples are tried again", len(quarantined))
             return share_plan(cache, make_plan(config, spec, template, key=key, known=known))
-    committed = committed_shards(cache)
-    for age, directory in enumerate(reversed(own_plans(cache))):
-        plan = Plan(directory)
-        # What an older plan left undone, a newer one may have done under other shards.
-        if plan.key == key and (age == 0 or committed.issuperset(plan.shard_ids)):
-            return plan
+    if plan := find_plan(cache, key):
+        return plan
     known, quarantined = committed_samples(cache)
     if quarantined:
         logger.warning(
@@ -95,6 +91,17 @@ def find_or_make_plan(
     if (plan.directory / DROPPED).stat().st_size:
         logger.warning("every dropped row is listed in %s", plan.directory / DROPPED)
     return share_plan(cache, plan)
+
+
+def find_plan(cache: Location, key: str) -> Plan | None:
+    """The plan of `key` in the cache, if it can still be followed."""
+    committed = committed_shards(cache)
+    for age, directory in enumerate(reversed(own_plans(cache))):
+        plan = Plan(directory)
+        # What an older plan left undone, a newer one may have done under other shards.
+        if plan.key == key and (age == 0 or committed.issuperset(plan.shard_ids)):
+            return plan
+    return None
 
 
 def make_plan(

@@ -96,7 +96,15 @@ def _capture(
     plans: Sequence[Plan],
     todo: Sequence[str],
 ) -> None:
-    path, target_path = config.cache.path, resolve_target(config.target)
+    path = config.cache.path
+    origin = read_description(open_storage(path)).get("origin")
+    if origin is not None and not origin["same_as"]:
+        raise CacheError(
+            f"{path}: shards {', '.join(todo[:8])} are damaged. Their states were imported from "
+            f"{origin['kind']}; a capture would not be known to give the same. Import into a new "
+            "directory."
+        )
+    target_path = resolve_target(config.target)
     stamps = stamp_files(target_path)
     template = load_template(target_path, config.data)
     describe_capture(config, target_path, template).require_equal(spec, str(path))

@@ -91,8 +91,8 @@ class ShardRecord:
 
     batch_tokens: int | None = None
     """Tokens of one forward, padding included, when it was captured. In bfloat16 they decide how
-    sums round, and so the bits of the states; None in a shard that was rewritten without a capture.
-    """
+    sums round, and so the bits of the states; None in a shard that was imported, or rewritten
+    without a capture."""
 
     threads: int | None = None
     """CPU threads of the forward, which decide that too; None on a GPU, or as above."""

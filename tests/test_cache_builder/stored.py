@@ -93,7 +93,9 @@ class Killer:
         self._command = command
         self._count = scratch / "number-of-writes"
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["cache_builder.build", "transformers.models.qwen3"])
+        self._context.set_forkserver_preload(
+            ["cache_builder.importing.importer", "transformers.models.qwen3.modeling_qwen3"]
+        )
 
     def run(self, *arguments: object, kill_at: int = -1) -> int:
         """Its exit code: -9 if it was killed."""

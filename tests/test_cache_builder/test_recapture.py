@@ -1,8 +1,10 @@
 """What is stored is what the target gives, or it is named."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from cache_builder import cli
 from cache_builder.build import build
-from cache_builder.config import BuildConfig
-from cache_builder.recapture import NOISE, recapture, rows
+from cache_builder.config import BuildConfig, TargetConfig
+from cache_builder.distance import NOISE
+from cache_builder.recapture import recapture, rows
 from cache_builder.target import Target
 from shared.cache import Cache
 from shared.errors import CacheError, CacheIncompatibleError, TargetError
@@ -67,7 +70,7 @@ def test_the_seed_chooses_the_samples(
 
 
 DISTURBED = [
-    pytest.param(lambda hidden: hidden * torch.tensor([1.0, 1.06])[:, None], {2}, id="one-layer"),
+    pytest.param(lambda hidden: hidden * torch.tensor([1.0, 1.1])[:, None], {2}, id="one-layer"),
     pytest.param(lambda hidden: hidden.roll(1, 0), {0, 2}, id="off-by-one-token"),
     pytest.param(lambda hidden: hidden.flip(1), {0, 2}, id="layers-swapped"),
 ]
@@ -100,6 +103,38 @@ def test_states_that_are_not_the_targets_are_named(
     assert {kind for _, kind, _ in found} == {"differs"}
     assert len(report.problems) == 4 * len(blocks)
     assert {shard for shard, _, _ in found} <= set(Cache(tmp_path / "cache").shard_ids)
+
+
+@pytest.mark.parametrize("preset", ["lossless", "balanced"])
+def test_states_of_the_next_block_are_found_under_massive_activations(
+    tiny_build: MakeBuild, tiny_target: Path, tmp_path: Path, preset: str
+) -> None:
+    target = tmp_path / "target"
+    shutil.copytree(tiny_target, target)
+    weights = load_file(target / "model.safetensors")
+    weights["model.embed_tokens.weight"][1, 7] = 20_000.0  # in every block of every turn's start
+    save_file(weights, target / "model.safetensors", {"format": "pt"})
+    config = tiny_build(tmp_path / "right", preset=preset)
+    config = replace(config, target=replace(config.target, path=str(target)))
+    build(config)
+    assert recapture(tmp_path / "right", target, 4).problems == []
+
+    load = Target.load
+
+    def shifted(path: Path, config: TargetConfig, layer_ids: Sequence[int], device: str) -> Target:
+        return load(path, config, [1, *layer_ids[1:]], device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Target, "load", shifted)
+        build(replace(config, cache=replace(config.cache, path=tmp_path / "wrong")))
+    right, wrong = Cache(tmp_path / "right"), Cache(tmp_path / "wrong")
+    for position in range(4):
+        blocks = [cache.unpack(cache.read(position))[:, 0].double() for cache in (right, wrong)]
+        assert (blocks[0] - blocks[1]).norm() < 0.02 * blocks[0].norm()  # the whole tells nothing
+    problems = recapture(tmp_path / "wrong", target, 4).problems
+    assert len(problems) == 4
+    for problem in problems:
+        assert re.search("block 0 differs .* They are those of block 1", problem.message)
 
 
 def test_another_target_is_refused_naming_what_differs(

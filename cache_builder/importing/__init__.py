@@ -1,0 +1,1 @@
+"""Hidden states that other tools captured, imported into a cache."""
