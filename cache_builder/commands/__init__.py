@@ -1,0 +1,1 @@
+"""The commands of `cache-builder`, by what they are for."""
