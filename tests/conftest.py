@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: see the Makefile
 os.environ["HF_HUB_OFFLINE"] = "1"
+# A shell starts background jobs with SIGINT ignored, and what they start inherits it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from cache_builder.build import build
 from cache_builder.config import (

@@ -250,14 +250,9 @@ def test_an_interrupted_build_says_what_is_committed_and_goes_on(
         if len(committed_shards(tmp_path / "cache")) == 2:
             os.kill(os.getpid(), number)
 
-    # A shell starts background jobs, and so perhaps these tests, with SIGINT ignored.
-    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Progress, "committed", send)
-            code, _, err = invoke(*command)
-    finally:
-        signal.signal(signal.SIGINT, ignored)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Progress, "committed", send)
+        code, _, err = invoke(*command)
     assert code == expected
     (last,) = [line for line in err.splitlines() if word in line]
     assert re.search(r"2 of [0-9]+ shards of the newest plan are committed \([0-9,]+ of", last)
