@@ -239,12 +239,12 @@ class Target:
         ids = torch.from_numpy(text[:_READOUT_TOKENS]).long()[None].to(self.device)
         with torch.inference_mode():
             logits_NV = self._model(input_ids=ids, use_cache=False).logits[0]
-        state_ND = self._states[_LAST][0].to("cpu", torch.bfloat16)
-        self._states.clear()
-        config = self._model.config.get_text_config()
-        readout = find_readout(
-            head, config, decoder.final_norm, self._last_hidden, state_ND, logits_NV
-        )
+            state_ND = self._states[_LAST][0].to("cpu", torch.bfloat16)
+            self._states.clear()
+            config = self._model.config.get_text_config()
+            readout = find_readout(
+                head, config, decoder.final_norm, self._last_hidden, state_ND, logits_NV
+            )
         return replace(head, readout=readout)
 
     @torch.inference_mode()
