@@ -7,7 +7,6 @@ V rows of the vocabulary   D hidden size
 
 import json
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -93,10 +92,12 @@ class Head:
         tensors = {"embedding": self.embedding_VD.contiguous(), "final_norm": self.final_norm_D}
         if not self.is_tied:
             tensors["lm_head"] = self.lm_head_VD.contiguous()
-        metadata = {"tied": str(self.is_tied).lower()}
         if self.readout is not None:
-            metadata["readout"] = canonical_json(config.to_dict(self.readout)).decode()
-        return bytes(save(tensors, metadata))
+            # No metadata: safetensors writes two of them in any order, and equal heads must have
+            # equal digests.
+            text = bytearray(canonical_json(config.to_dict(self.readout)))
+            tensors["readout"] = torch.frombuffer(text, dtype=torch.uint8)
+        return bytes(save(tensors, {"tied": str(self.is_tied).lower()}))
 
     @classmethod
     def from_bytes(cls, data: bytes, spec: CaptureSpec, where: str) -> "Head":
@@ -110,6 +111,7 @@ class Head:
             tensors = load(data)
         except (SafetensorError, ValueError, KeyError) as error:
             raise CacheError(f"{where}: not a safetensors file ({error}).") from None
+        readout = _parse_readout(tensors.pop("readout", None), spec, where)
         vocab, hidden = spec.target.vocab_size, spec.target.hidden_size
         shapes = {"embedding": (vocab, hidden), "lm_head": (vocab, hidden), "final_norm": (hidden,)}
         for name in ("embedding", "final_norm"):
@@ -124,27 +126,27 @@ class Head:
             if tensor.dtype != torch.bfloat16:
                 raise CacheError(f"{where}: tensor {name!r} is {tensor.dtype}, expected bfloat16.")
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        metadata = header.get("__metadata__") or {}
-        tied = metadata.get("tied")
+        tied = (header.get("__metadata__") or {}).get("tied")
         if tied != str("lm_head" not in tensors).lower():
             raise CacheError(
                 f"{where}: it says tied = {tied!r}, its tensors are {', '.join(sorted(tensors))}."
             )
         embedding = tensors["embedding"]
-        readout = _parse_readout(metadata.get("readout"), spec, where)
         return cls(embedding, tensors.get("lm_head", embedding), tensors["final_norm"], readout)
 
 
-def _parse_readout(text: Any, spec: CaptureSpec, where: str) -> Readout | None:
+def _parse_readout(stored: Tensor | None, spec: CaptureSpec, where: str) -> Readout | None:
+    readout = None
     try:
-        readout = None if text is None else config.build(Readout, json.loads(text))
+        if stored is not None:
+            readout = config.build(Readout, json.loads(stored.numpy().tobytes()))
     except (ConfigError, ValueError, TypeError, RecursionError) as error:
         raise CacheError(f"{where}: its readout is damaged ({error}).") from None
     is_prenorm = readout is not None and readout.norm_eps is not None
     expected = spec.last_hidden != "none", spec.last_hidden == "pre_norm"
     if (readout is not None, is_prenorm) != expected:
         raise CacheError(
-            f"{where}: its readout is {text!r}, which does not go with the spec's last_hidden "
+            f"{where}: its readout is {readout}, which does not go with the spec's last_hidden "
             f"{spec.last_hidden!r}. The file is of another cache."
         )
     return readout

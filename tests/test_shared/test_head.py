@@ -136,6 +136,14 @@ def test_a_readout_comes_back_and_stays_when_moved(spec: CaptureSpec) -> None:
     assert head.readout is not None
 
 
+def as_tensor(text: str) -> torch.Tensor:
+    return torch.tensor(list(text.encode(errors="replace")), dtype=torch.uint8)
+
+
+def test_equal_heads_have_equal_bytes() -> None:
+    assert len({make_head(PRE).to_bytes() for _ in range(20)}) == 1
+
+
 def test_logits_by_hand() -> None:
     embedding = torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 4.0]])
     final_norm_D = torch.tensor([1.0, 0.5])
@@ -178,13 +186,18 @@ def test_a_readout_that_is_not_of_this_cache_is_refused(
     if change:
         assert head.readout is not None
         text = json.dumps(asdict(head.readout) | change)
-        data = save(tensors(), {"tied": "false", "readout": text})
+        data = save(tensors() | {"readout": as_tensor(text)}, {"tied": "false"})
     with pytest.raises(CacheError, match=f"^here: its readout is .*{message}"):
         Head.from_bytes(data, spec, "here")
+
+
+def test_a_readout_of_another_type_is_refused() -> None:
+    with pytest.raises(CacheError, match=r"^here: its readout is damaged"):
+        Head.from_bytes(save(tensors() | {"readout": torch.zeros(2).bfloat16()}), POST, "here")
 
 
 @settings(steady, max_examples=100)
 @given(st.text(max_size=50) | json_values.map(json.dumps))
 def test_no_readout_makes_from_bytes_fail_in_another_way(text: str) -> None:
     with pytest.raises(DraftCacheError):
-        Head.from_bytes(save(tensors(), {"tied": "false", "readout": text}), POST, "here")
+        Head.from_bytes(save(tensors() | {"readout": as_tensor(text)}, {"tied": "false"}), POST, "")
