@@ -152,7 +152,7 @@ class _Writer:
     @torch.inference_mode()
     def _store(self, sample: PlannedSample, hidden_TLD: Tensor) -> None:
         began = time.perf_counter()
-        fault = find_fault(hidden_TLD, self._spec.target_layer_ids)
+        fault = find_fault(hidden_TLD, self._spec.layer_names)
         if fault is not None:
             logger.warning("sample %s: %s; quarantined", sample.sample_id, fault)
             self.quarantined[sample.sample_id] = fault

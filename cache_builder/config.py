@@ -10,6 +10,7 @@ from typing import Literal
 
 from shared.location import Location
 from shared.manifest import MAX_THREADS
+from shared.spec import LastHidden
 
 MAX_WORKERS = 1024
 DEVICE = re.compile(r"cpu|cuda(:\d{1,4})?")
@@ -143,6 +144,11 @@ class CaptureConfig:
     """Decoder blocks to store, 0-based; empty takes `num_layers` by the DFlash rule."""
 
     num_layers: int = 5
+    last_hidden: LastHidden = "none"
+    """Also store the last hidden state, for losses that need the target's distribution: one more
+    layer on disk, and the blocks above the last tap are run. `post_norm`, after the final norm, is
+    what the LM head reads; `pre_norm` is for those who need the norm's input."""
+
     batch_tokens: int = 16384
     """Tokens of one forward, padding included. One longer sample goes alone."""
 

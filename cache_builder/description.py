@@ -57,14 +57,19 @@ def describe_capture(config: BuildConfig, target_path: Path, template: ChatTempl
         target.num_layers, config.capture.num_layers
     )
     codec = PRESETS[config.codec.preset]
-    check_chunk_bytes(codec, len(layer_ids), target.hidden_size)
     tokens = describe_tokens(target_path, config.data, template, load_config(target_path))
     try:
-        return CaptureSpec(
-            target=target, tokens=tokens, target_layer_ids=layer_ids, codec=codec.to_dict()
+        spec = CaptureSpec(
+            target=target,
+            tokens=tokens,
+            target_layer_ids=layer_ids,
+            last_hidden=config.capture.last_hidden,
+            codec=codec.to_dict(),
         )
     except ValueError as error:
         raise DataError(f"capture: {error}") from None
+    check_chunk_bytes(codec, spec.num_captured, target.hidden_size)
+    return spec
 
 
 def open_or_create(path: Location, spec: CaptureSpec) -> Prepared | None:

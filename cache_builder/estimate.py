@@ -88,6 +88,8 @@ def estimate(config: BuildConfig) -> dict[str, Any]:
         "num_samples": len(plan),
         "num_tokens": plan.num_tokens,
         "already_cached": len(known),
+        "target_layer_ids": list(spec.target_layer_ids),
+        "last_hidden": spec.last_hidden,
         "sampled_tokens": sampled,
         "bytes_per_token": bytes_per_token,
         "raw_bytes_per_token": spec.raw_bytes_per_token,
@@ -125,6 +127,10 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("new samples", f"{facts['num_samples']:,} ({facts['already_cached']:,} in the cache)"),
         ("new tokens", f"{facts['num_tokens']:,}"),
+        (
+            "stored",
+            f"blocks {facts['target_layer_ids']}, last hidden state: {facts['last_hidden']}",
+        ),
         (
             "bytes per token",
             f"{facts['bytes_per_token']:,.0f} stored, {facts['raw_bytes_per_token']:,} as bf16 "

@@ -37,6 +37,7 @@ def inspect_cache(path: Location) -> dict[str, Any]:
         "raw_bytes": raw_bytes,
         "stored_over_raw": totals.stored_bytes / raw_bytes if raw_bytes else None,
         "target_layer_ids": list(spec.target_layer_ids),
+        "last_hidden": spec.last_hidden,
         "hidden_size": spec.target.hidden_size,
         "vocab_size": spec.target.vocab_size,
         "target": cache.description.get("target_name"),
@@ -55,18 +56,18 @@ def inspect_cache(path: Location) -> dict[str, Any]:
     }
 
 
-def _layers(cache: Cache) -> list[dict[str, float]]:
+def _layers(cache: Cache) -> list[dict[str, Any]]:
     """Per captured layer over all shards: rms, largest value, relative error of the codec."""
     records = [cache.record(shard_id) for shard_id in cache.shard_ids]
     layers = []
-    for number, layer_id in enumerate(cache.spec.target_layer_ids):
+    for number, layer in enumerate(cache.spec.describe_layers()):
         parts = [(r.num_tokens, r.layers[number]) for r in records if r.num_tokens]
         tokens = sum(count for count, _ in parts) or 1
         square = sum(count * part.rms**2 for count, part in parts) / tokens
         error = sum(count * (part.rms * part.relative_error) ** 2 for count, part in parts) / tokens
         layers.append(
             {
-                "layer_id": layer_id,
+                **layer,
                 "rms": square**0.5,
                 "max_abs": max((part.max_abs for _, part in parts), default=0.0),
                 "relative_error": (error / square) ** 0.5 if square else 0.0,
@@ -96,13 +97,14 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("target", f"{facts['target']}, {facts['target_dtype']}"),
         *([("imported", _origin(facts["origin"]))] if facts["origin"] else []),
         ("blocks", f"{facts['target_layer_ids']} of hidden size {facts['hidden_size']}"),
+        ("last hidden state", facts["last_hidden"]),
         ("lengths", ", ".join(f"{key}: {count}" for key, count in facts["lengths"].items())),
         ("sources", ", ".join(f"{tag}: {count}" for tag, count in facts["sources"].items())),
     ]
     for layer in facts["layers"]:
         table.append(
             (
-                f"  block {layer['layer_id']}",
+                f"  {layer['name']}",
                 f"rms {layer['rms']:.3g}, max {layer['max_abs']:.3g}, "
                 f"codec error {100 * layer['relative_error']:.2f} %",
             )

@@ -43,17 +43,17 @@ class LayerSums:
         )
 
 
-def find_fault(hidden_TLD: Tensor, layer_ids: tuple[int, ...]) -> str | None:
+def find_fault(hidden_TLD: Tensor, layer_names: tuple[str, ...]) -> str | None:
     """Why these states cannot be used: not finite, all zero, or the same everywhere. Else None."""
     peak_L = hidden_TLD.abs().amax((0, 2)).float()
-    for layer_id, peak in zip(layer_ids, peak_L.tolist(), strict=True):
+    for name, peak in zip(layer_names, peak_L.tolist(), strict=True):
         if peak != peak or peak == float("inf"):
-            return f"states of block {layer_id} are not finite"
+            return f"states of {name} are not finite"
         if peak == 0.0:
-            return f"states of block {layer_id} are all zero"
+            return f"states of {name} are all zero"
     if len(hidden_TLD) > 1:
         constant_L = (hidden_TLD == hidden_TLD[:1]).all(2).all(0)
-        for layer_id, is_constant in zip(layer_ids, constant_L.tolist(), strict=True):
+        for name, is_constant in zip(layer_names, constant_L.tolist(), strict=True):
             if is_constant:
-                return f"states of block {layer_id} are the same at every token"
+                return f"states of {name} are the same at every token"
     return None

@@ -3,7 +3,6 @@
 T tokens of one sample   L captured layers   D hidden size
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from shared.spec import CaptureSpec
 class Recapture:
     """How far what is stored lies from what the target gives now."""
 
-    target_layer_ids: tuple[int, ...]
+    spec: CaptureSpec
     num_samples: int = 0
     num_equal: int = 0
     """Samples whose every bit is the same."""
@@ -52,9 +51,9 @@ class Recapture:
             "num_samples": self.num_samples,
             "num_equal": self.num_equal,
             "layers": [
-                {"layer_id": layer_id, "largest": largest, "allowed": allowed}
-                for layer_id, largest, allowed in zip(
-                    self.target_layer_ids, self.largest, self.allowed, strict=True
+                {**layer, "largest": largest, "allowed": allowed}
+                for layer, largest, allowed in zip(
+                    self.spec.describe_layers(), self.largest, self.allowed, strict=True
                 )
             ],
         }
@@ -73,26 +72,25 @@ def recapture(path: Location, target_path: Path, num_samples: int, *, seed: int 
         TargetError: it cannot be loaded.
     """
     cache = Cache(path)
-    blocks = _with_neighbours(cache.spec)
-    target = _open_target(cache, target_path, blocks)
+    nearby = _with_neighbours(cache.spec)
+    target = _open_target(cache, target_path, nearby)
     num_layers = cache.spec.num_captured
-    report = Recapture(
-        cache.spec.target_layer_ids, largest=[0.0] * num_layers, allowed=[1.0] * num_layers
-    )
+    report = Recapture(cache.spec, largest=[0.0] * num_layers, allowed=[1.0] * num_layers)
     count = min(num_samples, len(cache.index))
     chosen = np.random.default_rng(seed).choice(len(cache.index), count, replace=False)
     for position in tqdm(np.sort(chosen).tolist(), desc="recapture", disable=None):
-        _compare(cache, target, blocks, position, report)
+        _compare(cache, target, nearby, position, report)
     return report
 
 
-def _with_neighbours(spec: CaptureSpec) -> list[int]:
-    """The captured blocks and those on either side: an id that is off by one must not pass."""
+def _with_neighbours(spec: CaptureSpec) -> CaptureSpec:
+    """Also the blocks on either side of those captured: an id that is off by one must not pass."""
     near = {block for k in spec.target_layer_ids for block in (k - 1, k, k + 1)}
-    return sorted(near & set(range(spec.target.num_layers)))
+    blocks = sorted(near & set(range(spec.target.num_layers)))
+    return replace(spec, target_layer_ids=tuple(blocks))
 
 
-def _open_target(cache: Cache, path: Path, blocks: Sequence[int]) -> Target:
+def _open_target(cache: Cache, path: Path, nearby: CaptureSpec) -> Target:
     spec = cache.spec
     # The kernel of imported states is not known; any must give them within the noise.
     known = {} if "origin" in cache.description else {"attention": spec.target.attention}
@@ -114,15 +112,15 @@ def _open_target(cache: Cache, path: Path, blocks: Sequence[int]) -> Target:
             "was built from."
         )
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    target = Target.load(place, config, blocks, device)
+    target = Target.load(place, config, nearby.target_layer_ids, nearby.last_hidden, device)
     require_unchanged(place, stamps)
     return target
 
 
 def _compare(
-    cache: Cache, target: Target, blocks: Sequence[int], position: int, report: Recapture
+    cache: Cache, target: Target, nearby: CaptureSpec, position: int, report: Recapture
 ) -> None:
-    """Compare one sample; `blocks` are the ones that `target` taps."""
+    """Compare one sample; `nearby` has the layers that `target` gives."""
     shard_id = cache.shard_ids[int(cache.index.shard[position])]
     where = f"{cache.path}: shard {shard_id}, sample {cache.index.sample_id(position)}"
     try:
@@ -132,7 +130,8 @@ def _compare(
     except CacheError as error:
         report.problems.append(Problem("shard", shard_id, "damaged", str(error)))
         return
-    own_L = [blocks.index(layer_id) for layer_id in report.target_layer_ids]
+    names = nearby.layer_names
+    own_L = [names.index(name) for name in report.spec.layer_names]
     fresh_TND = target.capture([sample.token_ids])[0].cpu()
     fresh_TLD = fresh_TND[:, own_L].contiguous()
     report.num_samples += 1
@@ -148,13 +147,12 @@ def _compare(
             nearest = nearest_block(distance_LN[number])
             least = float(distance_LN[number, nearest])
             message = (
-                f"{where}: block {blocks[own]} differs from the target's by "
+                f"{where}: {names[own]} differs from the target's by "
                 f"{100 * distance:.2f} %, at most {100 * allowed:.2f} % is noise and codec"
             )
             if nearest != own and least <= allowed:
                 message += (
-                    f". They are those of block {blocks[nearest]}, which is {100 * least:.2f} % "
-                    "away"
+                    f". They are those of {names[nearest]}, which is {100 * least:.2f} % away"
                 )
             report.problems.append(Problem("shard", shard_id, "differs", message))
 
@@ -170,7 +168,7 @@ def rows(report: Recapture) -> list[tuple[str, str]]:
     for layer in report.to_dict()["layers"]:
         table.append(
             (
-                f"  block {layer['layer_id']}",
+                f"  {layer['name']}",
                 f"largest difference {100 * layer['largest']:.3f} %, "
                 f"allowed {100 * layer['allowed']:.2f} %",
             )

@@ -6,6 +6,7 @@ T tokens of one sample   L captured layers   D hidden size
 import contextlib
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from torch import Tensor, nn
 
 from cache_builder.config import TargetConfig
 from cache_builder.decoder import Decoder
+from cache_builder.readout import find_readout
 from shared.errors import TargetError
 from shared.files import canonical_json, read_json, sha256_bytes, sha256_file
 from shared.head import Head
 from shared.quantity import count, size
-from shared.spec import TargetSpec
+from shared.spec import LastHidden, TargetSpec
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +32,12 @@ _VOLATILE_CONFIG = ("transformers_version", "_name_or_path", "dtype", "torch_dty
 
 _STAMPED = (".safetensors", ".json", ".jinja", ".model", ".txt")
 """What a target is loaded from."""
+
+_LAST = -1
+"""Stands for the last hidden state among the ids of blocks."""
+
+_READOUT_TOKENS = 64
+"""Of one sample, on which the head must give the target's own logits."""
 
 FileStamps = dict[str, tuple[int, int, int]]
 """By name: size in bytes, time of the last change in nanoseconds, and inode."""
@@ -161,11 +169,19 @@ def _quantization_name(quantization: Any) -> Any:
 
 
 class Target:
-    """A loaded target with taps on some of its blocks."""
+    """A loaded target with taps on some of its blocks, and on its final norm if it is asked."""
 
-    def __init__(self, model: nn.Module, layer_ids: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layer_ids: Sequence[int],
+        device: torch.device,
+        last_hidden: LastHidden = "none",
+    ) -> None:
         self.device = device
+        self._model: Any = model
         self._decoder = Decoder.find(model)
+        self._last_hidden = last_hidden
         num_layers = len(self._decoder.layers)
         if not layer_ids or min(layer_ids) < 0 or max(layer_ids) >= num_layers:
             raise TargetError(
@@ -175,10 +191,18 @@ class Target:
         self._states: dict[int, Tensor] = {}
         for layer_id in self._layer_ids:
             self._decoder.layers[layer_id].register_forward_hook(self._tap(layer_id))
+        if last_hidden != "none":
+            # A model may call its norm elsewhere too (nanochat: on the embedding). The last counts.
+            self._decoder.final_norm.register_forward_hook(self._keep_last)
 
     @classmethod
     def load(
-        cls, path: Path, config: TargetConfig, layer_ids: Sequence[int], device: str
+        cls,
+        path: Path,
+        config: TargetConfig,
+        layer_ids: Sequence[int],
+        last_hidden: LastHidden,
+        device: str,
     ) -> "Target":
         """Load the target from `path` onto `device`.
 
@@ -186,10 +210,18 @@ class Target:
             TargetError: transformers cannot load it, or a tap is out of range.
         """
         model = load_model(path, config)
-        return cls(model.to(device), layer_ids, torch.device(device))
+        return cls(model.to(device), layer_ids, torch.device(device), last_hidden)
 
-    def head(self) -> Head:
-        """Embedding, LM head and final norm, as bfloat16 on the CPU."""
+    def head(self, text: npt.NDArray[np.int32]) -> Head:
+        """Embedding, LM head and final norm, as bfloat16 on the CPU.
+
+        Args:
+            text: ids of a sample, on which the target's logits are compared with those that the
+                head makes of the last hidden state, if that is captured.
+
+        Raises:
+            TargetError: they are not the same, so that the head cannot speak for the target.
+        """
 
         def stored(module: nn.Module) -> Tensor:
             weight = module.weight
@@ -199,13 +231,26 @@ class Target:
         decoder = self._decoder
         embedding = stored(decoder.embedding)
         is_tied = decoder.lm_head.weight is decoder.embedding.weight
-        return Head(
+        head = Head(
             embedding, embedding if is_tied else stored(decoder.lm_head), stored(decoder.final_norm)
         )
+        if self._last_hidden == "none":
+            return head
+        ids = torch.from_numpy(text[:_READOUT_TOKENS]).long()[None].to(self.device)
+        with torch.inference_mode():
+            logits_NV = self._model(input_ids=ids, use_cache=False).logits[0]
+            state_ND = self._states[_LAST][0].to("cpu", torch.bfloat16)
+            self._states.clear()
+            config = self._model.config.get_text_config()
+            readout = find_readout(
+                head, config, decoder.final_norm, self._last_hidden, state_ND, logits_NV
+            )
+        return replace(head, readout=readout)
 
     @torch.inference_mode()
     def capture(self, token_ids: Sequence[npt.NDArray[np.int32]]) -> list[Tensor]:
-        """States of each sample, bfloat16 [T, L, D] on the target's device.
+        """States of each sample, bfloat16 [T, L, D] on the target's device: of the blocks, then
+        the last hidden state if it is captured.
 
         The batch is padded on the right, so that with causal attention (or any recurrence) no
         sample sees its padding or its batch mates; no attention mask is needed then.
@@ -220,11 +265,13 @@ class Target:
         self._states.clear()
         with contextlib.suppress(_LastTapReached):
             self._decoder.module(input_ids=batch.to(self.device), use_cache=False)
-        states = [self._states.pop(layer_id) for layer_id in self._layer_ids]
-        for layer_id, state in zip(self._layer_ids, states, strict=True):
+        layers = (*self._layer_ids, *[_LAST] * (self._last_hidden != "none"))
+        states = [self._states.pop(layer) for layer in layers]
+        for layer, state in zip(layers, states, strict=True):
             if state.shape[:2] != batch.shape:
+                name = "the final norm" if layer == _LAST else f"block {layer}"
                 raise TargetError(
-                    f"block {layer_id} gave states of shape {list(state.shape)} for ids of shape "
+                    f"{name} gave states of shape {list(state.shape)} for ids of shape "
                     f"{list(batch.shape)}: a row per token was expected."
                 )
         return [
@@ -233,7 +280,7 @@ class Target:
         ]
 
     def _tap(self, layer_id: int) -> Any:
-        is_last = layer_id == max(self._layer_ids)
+        is_last = layer_id == max(self._layer_ids) and self._last_hidden == "none"
 
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             self._states[layer_id] = output if isinstance(output, Tensor) else output[0]
@@ -241,3 +288,6 @@ class Target:
                 raise _LastTapReached
 
         return hook
+
+    def _keep_last(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._states[_LAST] = inputs[0] if self._last_hidden == "pre_norm" else output

@@ -71,13 +71,16 @@ class Worker:
     def __init__(self, job: Job, device: str) -> None:
         self._job = job
         self._plan = Plan(job.plan)
-        self._target = Target.load(job.target_path, job.target, job.spec.target_layer_ids, device)
+        spec = job.spec
+        self._target = Target.load(
+            job.target_path, job.target, spec.target_layer_ids, spec.last_hidden, device
+        )
         require_unchanged(job.target_path, job.target_stamps)
 
     def prepare(self) -> Prepared:
         """Write the frozen head, and learn the channels if the codec needs them."""
         job = self._job
-        head = self._target.head().to_bytes()
+        head = self._target.head(self._plan.sample(0).token_ids).to_bytes()
         open_storage(job.cache).put(HEAD, head)
         codec = job.spec.build_codec()
         name = None

@@ -156,6 +156,7 @@ class ShardWriter:
                 "logical_dtype": "bfloat16",
                 "codec": codec.to_dict(),
                 "target_layer_ids": list(spec.target_layer_ids),
+                **({} if spec.last_hidden == "none" else {"last_hidden": spec.last_hidden}),
             },
         )
         padded = max(num_chunks, 1) * spec.chunk_tokens

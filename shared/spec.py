@@ -5,7 +5,7 @@ not part of it: a cache may move, and a target is its weights.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from shared import config
 from shared.codec import CHUNK_TOKENS, PRESETS, Codec, codec_from_dict
@@ -28,8 +28,12 @@ _SETTINGS = {
     "tokens.max_length": "data.max_length",
     "tokens.truncation": "data.truncation",
     "target_layer_ids": "capture.target_layer_ids",
+    "last_hidden": "capture.last_hidden",
 }
 """The setting of stage one that decides a field of the spec, where it has another name."""
+
+LastHidden: TypeAlias = Literal["none", "pre_norm", "post_norm"]
+"""Whether the last hidden state is stored, and on which side of the final norm it was taken."""
 
 LAYER_CONVENTION = "output of decoder block k, 0-based, before the final norm"
 
@@ -81,6 +85,9 @@ class CaptureSpec:
     target_layer_ids: tuple[int, ...]
     codec: dict[str, int | float | str]
 
+    last_hidden: LastHidden = "none"
+    """Stored as one more layer behind the blocks. It is for losses, never a feature."""
+
     layer_convention: str = LAYER_CONVENTION
     chunk_tokens: int = CHUNK_TOKENS
     format_version: int = FORMAT_VERSION
@@ -99,8 +106,28 @@ class CaptureSpec:
             raise ValueError(f"chunk_tokens must be {CHUNK_TOKENS}, got {self.chunk_tokens}")
 
     @property
-    def num_captured(self) -> int:
+    def num_taps(self) -> int:
+        """Blocks whose states are the drafter's features: the first of the captured layers."""
         return len(self.target_layer_ids)
+
+    @property
+    def num_captured(self) -> int:
+        """Layers stored of each token, L: the blocks, and the last hidden state if it is asked."""
+        return self.num_taps + (self.last_hidden != "none")
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """What to call each captured layer, in the order in which they are stored."""
+        blocks = tuple(f"block {layer_id}" for layer_id in self.target_layer_ids)
+        return blocks if self.last_hidden == "none" else (*blocks, "last hidden state")
+
+    def describe_layers(self) -> list[dict[str, Any]]:
+        """Name of each captured layer for people, and the block's id for programs, else null."""
+        ids = [*self.target_layer_ids, None]
+        return [
+            {"layer_id": layer_id, "name": name}
+            for layer_id, name in zip(ids, self.layer_names, strict=False)
+        ]
 
     @property
     def raw_bytes_per_token(self) -> int:
@@ -116,6 +143,8 @@ class CaptureSpec:
 
     def to_dict(self) -> dict[str, Any]:
         fields: dict[str, Any] = config.to_dict(self)
+        if self.last_hidden == "none":
+            del fields["last_hidden"]  # so that caches of before keep their fingerprint
         return fields
 
     @classmethod
@@ -131,6 +160,11 @@ class CaptureSpec:
             raise CacheIncompatibleError(
                 f"{where}: format version {version!r}, this version reads {FORMAT_VERSION}. "
                 "Use the version of draftcache that wrote the cache."
+            )
+        if fields.get("last_hidden") == "none":
+            raise CacheIncompatibleError(
+                f"{where}: last_hidden 'none' is written by leaving it out, or the same settings "
+                "would have two fingerprints."
             )
         try:
             spec = config.build(cls, fields)
@@ -154,7 +188,7 @@ class CaptureSpec:
 
     def to_settings(self) -> dict[str, Any]:
         """The spec by the settings of stage one that decide its fields, for messages."""
-        fields = self.to_dict()
+        fields = self.to_dict() | {"last_hidden": self.last_hidden}
         codec = fields.pop("codec")
         presets = {name: preset.to_dict() for name, preset in PRESETS.items()}
         arguments = fields["tokens"].pop("template_arguments")

@@ -60,6 +60,10 @@ class Blocks:
     label_AK: Tensor
     """int64: the token at the slot's own position, without shift; 0 where not supervised."""
 
+    state_AK: Tensor
+    """int64: the token in the row before the slot's own, from whose last hidden state the target
+    predicts the label; read only where supervised, where it lies in the same document."""
+
     supervised_AK: Tensor
     """bool: the slot has a label that counts. Never slot 0."""
 
@@ -105,5 +109,6 @@ def build_blocks(
         input_id_AK=torch.where(slot_K == 0, anchor_id_A1, mask_token_id),
         position_AK=position_S[anchor_A][:, None].long() + slot_K,
         label_AK=torch.where(supervised_AK, token_ids_S[index_AK].long(), 0),
+        state_AK=(index_AK - 1).clamp(min=0),
         supervised_AK=supervised_AK,
     )

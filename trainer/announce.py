@@ -36,7 +36,7 @@ def announce(session: Session, optimizer: torch.optim.Optimizer, order: OrderRep
     config, spec, split = session.config, session.cache.spec, session.split
     for key, value in configs.flatten(configs.to_dict(config)).items():
         logger.info("%s = %s", key, value)
-    if config.loss.kind == "decay":
+    if config.loss.kind != "dpace":
         logger.info("gamma in force: %g", config.loss.resolve_gamma(config.drafter.block_size))
     logger.info("optimizer: %s", describe(optimizer))
     for part in session.cache.parts:
@@ -48,11 +48,12 @@ def announce(session: Session, optimizer: torch.optim.Optimizer, order: OrderRep
             ", ".join(part.manifest.sources),
         )
     logger.info(
-        "fingerprint %s; target %s in %s, blocks %s",
+        "fingerprint %s; target %s in %s, blocks %s, last hidden state: %s",
         spec.fingerprint[:16],
         spec.target.model_type,
         spec.target.dtype,
         list(spec.target_layer_ids),
+        spec.last_hidden,
     )
     logger.info(
         "%d samples to train on, %d held out, %d of other sources, %d without an anchor, "

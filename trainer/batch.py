@@ -100,14 +100,28 @@ def mask_token_in_text(mask_token_id: int, sample_id: str, position: int) -> Con
 
 
 class Features:
-    """Turns the stored states of a batch into bfloat16 on the device where they are used."""
+    """Turns the stored states of a batch into bfloat16 on the device where they are used.
+
+    The last hidden state, where the cache has it, is read with the others but is none of the
+    features: at inference nobody has it before the token that it predicts is known.
+    """
 
     def __init__(self, cache: Caches, device: torch.device) -> None:
         self._cache = cache
         self._device = device
 
     def unpack(self, batch: Batch) -> Tensor:
-        """bfloat16 [S, L, D]."""
+        """The drafter's features, bfloat16 [S, L, D]: of the tapped blocks alone."""
+        return self.split(batch)[0]
+
+    def split(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """The features, and the last hidden state, bfloat16 [S, D], if the cache holds it."""
+        states_SLD = self._unpack(batch)
+        num_taps = self._cache.spec.num_taps
+        features_SLD = states_SLD[:, :num_taps]
+        return features_SLD, None if len(states_SLD[0]) == num_taps else states_SLD[:, -1]
+
+    def _unpack(self, batch: Batch) -> Tensor:
         packed, parts, begin = batch.packed, [], 0
         for name, end in batch.calibrations:
             calibration = self._cache.calibration(name)

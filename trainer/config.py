@@ -171,5 +171,5 @@ class TrainConfig:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     def __post_init__(self) -> None:
-        if self.loss.kind == "decay":
+        if self.loss.kind != "dpace":
             self.loss.resolve_gamma(self.drafter.block_size)

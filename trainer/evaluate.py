@@ -27,6 +27,7 @@ from trainer.sampler import bucket_edges
 from trainer.session import Session
 from trainer.snapshot import restore
 from trainer.step import autocast, batch_loss, forward_blocks
+from trainer.teacher import teacher_of
 
 NUM_RANKS = 64
 """Ranks kept of the vocabulary. The trees of the paper's budgets hardly ever look further."""
@@ -77,7 +78,7 @@ def _add_anchors(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Add the anchors of one batch; returns their accepted drafts, chain [A] and trees [A, U]."""
     config = session.config
-    features_SLD = session.features.unpack(batch)
+    features_SLD, last_hidden_SD = session.features.split(batch)
     if config.train.zero_features:
         features_SLD = torch.zeros_like(features_SLD)
     with autocast(session.device, config.train.compute_dtype):
@@ -85,7 +86,10 @@ def _add_anchors(
             session.drafter, session.head, batch, features_SLD, config.drafter.mask_token_id
         )
     weigh = weighing(config.loss, config.drafter.block_size, session.device)
-    loss = batch_loss(forward, session.head, weigh, anchors_per_chunk=config.loss.anchors_per_chunk)
+    teacher = teacher_of(config.loss, session.head, last_hidden_SD, forward.blocks)
+    loss = batch_loss(
+        forward, session.head, weigh, teacher, anchors_per_chunk=config.loss.anchors_per_chunk
+    )
     weight_AK = weigh(loss.ce_AK, forward.blocks.supervised_AK)
     log_p_APT, token_APT = _ranked(
         forward.hidden_AKD[:, 1:], session.head.lm_head_VD, totals.num_ranks
@@ -98,7 +102,7 @@ def _add_anchors(
         gold_rank=rank_AP,
         num_gold=num_gold_A,
         tree=tree_AU,
-        loss=(weight_AK * loss.ce_AK).sum(1).double().cpu().numpy(),
+        loss=(weight_AK * loss.loss_AK).sum(1).double().cpu().numpy(),
         weight=weight_AK.sum(1).double().cpu().numpy(),
         bucket=np.full(len(rank_AP), batch.bucket),
     )

@@ -18,6 +18,7 @@ from trainer.run import Run
 from trainer.session import Session
 from trainer.snapshot import Snapshot, restore, take_snapshot
 from trainer.step import autocast, batch_loss, forward_blocks
+from trainer.teacher import teacher_of
 from trainer.totals import StepTotals
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,8 @@ class Learner:
             batch = next(batches)
             require_no_mask_token(batch, config.drafter.mask_token_id)
             batch = batch.to(session.device)
-            features_SLD = add_noise(session.features.unpack(batch), scale, generator)
+            features_SLD, last_hidden_SD = session.features.split(batch)
+            features_SLD = add_noise(features_SLD, scale, generator)
             if config.train.zero_features:
                 features_SLD = torch.zeros_like(features_SLD)
             with autocast(session.device, config.train.compute_dtype):
@@ -103,6 +105,7 @@ class Learner:
                 forward,
                 session.head,
                 self.weigh,
+                teacher_of(config.loss, session.head, last_hidden_SD, forward.blocks),
                 anchors_per_chunk=config.loss.anchors_per_chunk,
             )
             loss.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped

@@ -1,4 +1,7 @@
-"""Weighted cross-entropy of the blocks through the frozen LM head, never holding all logits.
+"""Weighted loss of the blocks through the frozen LM head, never holding all logits.
+
+At each slot it is the cross-entropy of the label or, with a teacher, the divergence from the
+target's distribution.
 
 The loss is a sum and comes with its weight: one optimizer step divides the gradients of all its
 micro-batches and ranks by their total weight, so the result does not depend on how the step was
@@ -17,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trainer.recipe import LossConfig
+from trainer.teacher import Teacher
 
 WeighFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(ce_AK, supervised_AK) -> float32 weight_AK, without gradient, 0 where not supervised. Each
@@ -28,13 +32,16 @@ class BlockLoss:
     """Loss of the blocks of one micro-batch."""
 
     loss_sum: Tensor
-    """float32 []: sum of weight times cross-entropy; carries the gradient."""
+    """float32 []: sum of weight times loss; carries the gradient."""
 
     weight_sum: Tensor
     """float32 []: sum of the weights, 0 if nothing is supervised."""
 
     ce_AK: Tensor
     """float32: cross-entropy in nats, detached, 0 where not supervised."""
+
+    loss_AK: Tensor
+    """float32: what is summed, detached: the cross-entropy or the divergence, 0 as above."""
 
     correct_AK: Tensor
     """bool: the most probable token is the label; False where not supervised."""
@@ -86,10 +93,11 @@ def drafter_loss(
     label_AK: Tensor,
     supervised_AK: Tensor,
     weigh: WeighFunction,
+    teacher: Teacher | None = None,
     *,
     anchors_per_chunk: int,
 ) -> BlockLoss:
-    """Sum of weighted cross-entropies, differentiable with respect to `hidden_AKD` alone.
+    """Sum of weighted losses of the slots, differentiable with respect to `hidden_AKD` alone.
 
     Logits exist for `anchors_per_chunk` blocks at a time and only for supervised slots. They are
     computed in the dtype of `lm_head_VD`, whatever autocast says, and reduced in float32. If a
@@ -99,11 +107,12 @@ def drafter_loss(
     Args:
         label_AK: int64, read only where supervised.
         supervised_AK: bool, False in slot 0.
+        teacher: of the same slots; None takes the cross-entropy of the labels.
     """
     if not torch.is_grad_enabled():
         hidden_AKD = hidden_AKD.detach()  # `needs_input_grad` looks at the tensor alone
     fields = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        hidden_AKD, lm_head_VD, label_AK, supervised_AK, weigh, anchors_per_chunk
+        hidden_AKD, lm_head_VD, label_AK, supervised_AK, weigh, teacher, anchors_per_chunk
     )
     return BlockLoss(*fields)
 
@@ -123,7 +132,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         (grad_AKD,) = ctx.saved_tensors
-        return grad_AKD * grad_loss, None, None, None, None, None
+        return grad_AKD * grad_loss, None, None, None, None, None, None
 
 
 def _sweep(
@@ -133,12 +142,13 @@ def _sweep(
     label_AK: Tensor,
     supervised_AK: Tensor,
     weigh: WeighFunction,
+    teacher: Teacher | None,
     anchors_per_chunk: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The fields of BlockLoss; fills `grad_AKD`, zero on entry, if there is one."""
     block_size = supervised_AK.shape[1]
     ce_AK = torch.zeros(supervised_AK.shape, device=hidden_AKD.device)
-    correct_AK = torch.zeros_like(supervised_AK)
+    loss_AK, correct_AK = torch.zeros_like(ce_AK), torch.zeros_like(supervised_AK)
     loss_sum, weight_sum = ce_AK.new_zeros(()), ce_AK.new_zeros(())
     # One transfer tells all chunk sizes; asking chunk by chunk would stall the device each time.
     sizes = [chunk_AK.sum() for chunk_AK in torch.split(supervised_AK, anchors_per_chunk)]
@@ -162,14 +172,23 @@ def _sweep(
         correct_AK.view(-1)[slot_M] = _is_first_peak(logits_MV, label_M, own_M == peak_M)
         weight_AK = weigh(ce_AK[chunk], supervised_AK[chunk])
         weight_M = weight_AK.flatten()[slot_M - first * block_size]
-        loss_sum += weight_M @ ce_M
+        loss_M = ce_M
+        if teacher is not None:
+            del exp_MV
+            loss_M, error_MV = teacher.diverge(logits_MV, slot_M)
+        loss_AK.view(-1)[slot_M] = loss_M
+        loss_sum += weight_M @ loss_M
         weight_sum += weight_M.sum()
         if grad_AKD is not None:
-            scale_M1 = (weight_M / sum_M)[:, None]
-            error_MV = torch.mul(exp_MV, scale_M1, out=logits_MV)
-            grad_MD = error_MV @ lm_head_VD - weight_M[:, None] * lm_head_VD[label_M]
+            if teacher is None:
+                scale_M1 = (weight_M / sum_M)[:, None]
+                error_MV = torch.mul(exp_MV, scale_M1, out=logits_MV)
+                grad_MD = error_MV @ lm_head_VD - weight_M[:, None] * lm_head_VD[label_M]
+            else:
+                error_MV = error_MV.mul_(weight_M[:, None]).to(lm_head_VD.dtype)
+                grad_MD = error_MV @ lm_head_VD
             grad_AKD.view(-1, grad_AKD.shape[-1])[slot_M] = grad_MD.to(grad_AKD.dtype)
-    return loss_sum, weight_sum, ce_AK, correct_AK
+    return loss_sum, weight_sum, ce_AK, loss_AK, correct_AK
 
 
 def _is_first_peak(logits_MV: Tensor, label_M: Tensor, is_peak_M: Tensor) -> Tensor:

@@ -56,8 +56,11 @@ class AnchorConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossConfig:
-    kind: Literal["decay", "dpace"] = "decay"
-    """`decay`: weights exp(-(k-1)/gamma). `dpace`: weights from the drafter's own confidence."""
+    kind: Literal["decay", "dpace", "kl", "tv"] = "decay"
+    """`decay`: cross-entropy with weights exp(-(k-1)/gamma). `dpace`: with weights from the
+    drafter's own confidence. `kl`, `tv`: the Kullback-Leibler divergence or total variation from
+    the target's distribution, with the weights of `decay`; for caches that hold the last hidden
+    state."""
 
     gamma: float | None = None
     """Decay of the slot weights; unset takes the paper's value for the block size."""
@@ -70,6 +73,11 @@ class LossConfig:
         require_range(self, "gamma", 1e-3, 1e6)
         require_range(self, "dpace_alpha", 0.0, 1.0)
         require_range(self, "anchors_per_chunk", 1)
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the target's distribution is needed, and not only the tokens that it chose."""
+        return self.kind in ("kl", "tv")
 
     def resolve_gamma(self, block_size: int) -> float:
         """`gamma` if set, else the paper's value for `block_size`.

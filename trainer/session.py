@@ -17,7 +17,7 @@ from trainer.caches import Caches
 from trainer.config import TrainConfig
 from trainer.drafter import Drafter, num_parameters
 from trainer.index import Split, split_samples
-from trainer.recipe import DrafterConfig
+from trainer.recipe import DrafterConfig, LossConfig
 
 _RMS_SAMPLES = 32
 _MASK_SHARDS = 4
@@ -52,13 +52,14 @@ class Session:
         """
         device = pick_device(config.train.device)
         cache = Caches(config.cache.paths, generations=generations)
+        check_teacher(config.loss, cache)
         check_mask_token(config.drafter, cache)
         check_size(config.drafter, cache, device)
         dtype = torch.bfloat16 if config.train.compute_dtype == "bfloat16" else torch.float32
         drafter = Drafter(
             config.drafter,
             cache.spec.target.hidden_size,
-            cache.spec.num_captured,
+            cache.spec.num_taps,
             torch.Generator().manual_seed(config.train.seed),
         )
         return cls(
@@ -80,7 +81,8 @@ class Session:
         square_F = torch.zeros(self.drafter.fc.in_features)
         num_tokens = 0
         for position in train[:: -(-len(train) // _RMS_SAMPLES)].tolist():
-            hidden_TF = self.cache.unpack(self.cache.read(position))[1:].flatten(1).float()
+            states_TLD = self.cache.unpack(self.cache.read(position))[1:]
+            hidden_TF = states_TLD[:, : self.cache.spec.num_taps].flatten(1).float()
             square_F += hidden_TF.square().sum(0)
             num_tokens += len(hidden_TF)
         return (square_F / max(num_tokens, 1)).sqrt()
@@ -124,6 +126,20 @@ def pick_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"train.device {name!r}: torch sees no CUDA device here.")
     return device
+
+
+def check_teacher(config: LossConfig, cache: Caches) -> None:
+    """Refuse a loss that needs the target's distribution where the cache does not give it.
+
+    Raises:
+        ConfigError: the last hidden state is not stored.
+    """
+    if config.needs_teacher and cache.spec.last_hidden == "none":
+        raise ConfigError(
+            f"loss.kind {config.kind!r} needs the target's last hidden state, which {cache} does "
+            "not hold. Build a cache with capture.last_hidden = 'post_norm', or choose another "
+            "loss.kind."
+        )
 
 
 def check_mask_token(config: DrafterConfig, cache: Caches) -> None:
@@ -172,7 +188,7 @@ def check_size(config: DrafterConfig, cache: Caches, device: torch.device) -> No
     Raises:
         ConfigError: weights, gradients and AdamW's moments exceed the device's memory.
     """
-    count = num_parameters(config, cache.spec.target.hidden_size, cache.spec.num_captured)
+    count = num_parameters(config, cache.spec.target.hidden_size, cache.spec.num_taps)
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
     else:

@@ -16,6 +16,7 @@ from trainer.attention import build_mask
 from trainer.batch import Batch
 from trainer.drafter import Drafter
 from trainer.loss import BlockLoss, WeighFunction, drafter_loss
+from trainer.teacher import Teacher
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -65,14 +66,20 @@ def forward_blocks(
 
 
 def batch_loss(
-    forward: Forward, head: Head, weigh: WeighFunction, *, anchors_per_chunk: int
+    forward: Forward,
+    head: Head,
+    weigh: WeighFunction,
+    teacher: Teacher | None = None,
+    *,
+    anchors_per_chunk: int,
 ) -> BlockLoss:
-    """Weighted cross-entropy of the blocks through the frozen LM head."""
+    """Weighted loss of the blocks through the frozen LM head: see `drafter_loss`."""
     return drafter_loss(
         forward.hidden_AKD,
         head.lm_head_VD,
         forward.blocks.label_AK,
         forward.blocks.supervised_AK,
         weigh,
+        teacher,
         anchors_per_chunk=anchors_per_chunk,
     )

@@ -13,7 +13,7 @@ class StepTotals:
     """Sums over the micro-batches of one optimizer step.
 
     Attributes:
-        loss_sum: weighted cross-entropy, nats.
+        loss_sum: weighted cross-entropy or divergence, nats (total variation: a probability).
         weight_sum: the loss weights; what the gradients are divided by.
         sample_ids: of all micro-batches, in order.
     """

@@ -241,12 +241,12 @@ def _check_and_prepare(
     check = None
     if config.check.num_samples or prepared is None:
         device = "cuda:0" if torch.cuda.is_available() else "cpu"
-        target = Target.load(job.target_path, job.target, range(job.num_layers), device)
+        target = Target.load(job.target_path, job.target, range(job.num_layers), "none", device)
         require_unchanged(job.target_path, job.target_stamps)
         if config.check.num_samples:
             check = check_states(job.source, plan, job.slots, target, config.check, config.declared)
         if prepared is None:
-            head = target.head().to_bytes()
+            head = target.head(plan.sample(0).token_ids).to_bytes()
             open_storage(job.cache).put(HEAD, head)
             prepared = Prepared(sha256_bytes(head), _calibrate(job, plan))
             write_description(_described(job, plan), prepared, describe_origin(config, job.slots))

@@ -64,7 +64,7 @@ class ShardImport:
         try:
             for sample, hidden_TLD in self._samples(shard_id):
                 require_floor(place, self.min_free_bytes)
-                if fault := find_fault(hidden_TLD, self.spec.target_layer_ids):
+                if fault := find_fault(hidden_TLD, self.spec.layer_names):
                     quarantined[sample.sample_id] = fault
                 else:
                     packed = codec.pack(hidden_TLD, self.calibration)

@@ -87,7 +87,9 @@ def demo_states(directory: Path, num_tokens: int) -> States:
         ids = _chosen([sample.token_ids for sample in corpus], num_tokens)
 
         def target(dtype: Any) -> Target:
-            return Target.load(target_path, replace(config.target, dtype=dtype), layer_ids, "cpu")
+            return Target.load(
+                target_path, replace(config.target, dtype=dtype), layer_ids, "none", "cpu"
+            )
 
         captured = _capture("", target("bfloat16"), target("float32"), ids, EXACT_TOKENS)
         directory.mkdir(parents=True, exist_ok=True)

@@ -66,7 +66,7 @@ def test_lossless_states_are_the_hook_outputs_bit_for_bit(
     # One sample a forward: a matrix product may round differently in another batch shape.
     build(replace(config, capture=replace(config.capture, batch_tokens=1)))
     cache = Cache(tmp_path / "cache")
-    target = Target.load(tiny_target, TargetConfig(path=str(tiny_target)), (0, 2), "cpu")
+    target = Target.load(tiny_target, TargetConfig(path=str(tiny_target)), (0, 2), "none", "cpu")
     for position in range(len(cache.index)):
         sample = cache.read(position)
         (states,) = target.capture([sample.token_ids])

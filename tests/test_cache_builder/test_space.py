@@ -47,7 +47,7 @@ def test_the_estimate_is_close_to_what_is_built(
     assert facts["needed_bytes"] == pytest.approx(totals.stored_bytes, rel=0.15)
     assert facts["fits"]
     assert facts["hours"] > 0
-    assert len(rows(facts)) == 6
+    assert len(rows(facts)) == 7
 
 
 def test_the_estimate_counts_new_samples_only(

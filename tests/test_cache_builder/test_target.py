@@ -163,7 +163,7 @@ def test_too_shallow_targets_are_refused_not_given_repeated_taps(
 def test_head_tensors_give_the_targets_logits() -> None:
     model = tiny("qwen3").to(torch.bfloat16)
     decoder = Decoder.find(model)
-    head = Target(model, (0,), CPU).head()
+    head = Target(model, (0,), CPU).head(ids(4))
     assert not head.is_tied
     assert torch.equal(head.embedding_VD, decoder.embedding.weight)
     assert torch.equal(head.lm_head_VD, decoder.lm_head.weight)
@@ -171,7 +171,7 @@ def test_head_tensors_give_the_targets_logits() -> None:
 
 
 def test_a_tied_head_is_stored_once() -> None:
-    head = Target(tiny("llama", tie_word_embeddings=True), (0,), CPU).head()
+    head = Target(tiny("llama", tie_word_embeddings=True), (0,), CPU).head(ids(4))
     assert head.is_tied
 
 
@@ -215,7 +215,7 @@ def test_a_missing_target_is_one_line(tmp_path: Path) -> None:
 def test_unusable_states_are_named(change: object, message: str | None) -> None:
     states = torch.randn(5, 2, 6, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     assert callable(change)
-    fault = find_fault(change(states), (4, 9))
+    fault = find_fault(change(states), ("block 4", "block 9"))
     assert (fault is None) == (message is None)
     if message is not None:
         assert fault is not None

@@ -23,7 +23,7 @@ from shared.cache import (
 )
 from shared.codec import PRESETS, Calibration, Codec
 from shared.files import sha256_bytes, write_bytes, write_json
-from shared.head import Head
+from shared.head import Head, Readout
 from shared.manifest import LayerStatistics, Manifest, ShardRecord
 from shared.shard import GROUP, CapturedSample, StoredSample
 from shared.shard_reader import ShardReader
@@ -67,7 +67,18 @@ def make_head(spec: CaptureSpec, *, tied: bool = False) -> Head:
     generator = torch.Generator().manual_seed(3)
     shape = (spec.target.vocab_size, spec.target.hidden_size)
     embedding, lm_head = torch.randn(2, *shape, generator=generator).bfloat16()
-    return Head(embedding, embedding if tied else lm_head.clone(), torch.ones(shape[1]).bfloat16())
+    readout = Readout(
+        scale=0.5,
+        soft_cap=30.0,
+        norm_eps=1e-6 if spec.last_hidden == "pre_norm" else None,
+        norm_offset=0.0,
+    )
+    return Head(
+        embedding,
+        embedding if tied else lm_head.clone(),
+        torch.ones(shape[1]).bfloat16(),
+        None if spec.last_hidden == "none" else readout,
+    )
 
 
 def make_states(spec: CaptureSpec, num_tokens: int, *, seed: int = 0) -> Tensor:

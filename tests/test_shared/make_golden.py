@@ -8,6 +8,7 @@ import hashlib
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ SHARDS = {
     "lossless-1": ((65, 3),),
     "levels-1": ((65, 3), (2,)),
     "small-1": ((65, 3),),
+    "post-norm-1": ((65, 3),),
 }
 """Lengths of the samples, by shard, of each golden cache. A second shard is a second generation."""
 
@@ -36,11 +38,16 @@ CODECS: dict[str, Codec] = {
     "lossless-1": LosslessCodec(),
     "levels-1": LevelCodec(step=1 / 16),
     "small-1": LevelCodec(step=1 / 2, bits=4),
+    "post-norm-1": LosslessCodec(),
 }
+FIELDS: dict[str, dict[str, Any]] = {
+    "post-norm-1": {"target_layer_ids": (2,), "last_hidden": "post_norm"}
+}
+"""Of the spec, where they are not those of `make_spec`."""
 
 
 def golden_spec(name: str) -> CaptureSpec:
-    return make_spec(CODECS[name])
+    return make_spec(CODECS[name], **FIELDS.get(name, {}))
 
 
 def golden_calibration() -> Calibration:

@@ -38,6 +38,7 @@ from shared.errors import (
     ShardCorruptError,
 )
 from shared.files import canonical_json, sha256_bytes, write_bytes, write_json
+from shared.head import Readout
 from shared.shard import GROUP
 from tests.test_shared.made import (
     CODECS,
@@ -422,7 +423,12 @@ def golden(request: pytest.FixtureRequest) -> Cache:
     return Cache(GOLDEN / request.param)
 
 
-LENGTHS_OF_GOLDEN = {"lossless-1": [65, 3], "levels-1": [65, 3, 2], "small-1": [65, 3]}
+LENGTHS_OF_GOLDEN = {
+    "lossless-1": [65, 3],
+    "levels-1": [65, 3, 2],
+    "small-1": [65, 3],
+    "post-norm-1": [65, 3],
+}
 
 
 def test_a_golden_cache_holds_exactly_what_was_put_in(golden: Cache) -> None:
@@ -479,6 +485,14 @@ def test_the_metadata_of_the_golden_caches_are_these() -> None:
     assert lossless.spec == make_spec(LosslessCodec())
     small = Cache(GOLDEN / "small-1")
     assert small.spec == make_spec(LevelCodec(step=1 / 2, bits=4))
+    post_norm = Cache(GOLDEN / "post-norm-1")
+    assert post_norm.spec == make_spec(
+        LosslessCodec(), target_layer_ids=(2,), last_hidden="post_norm"
+    )
+    assert post_norm.head().readout == Readout(
+        scale=0.5, soft_cap=30.0, norm_eps=None, norm_offset=0.0
+    )
+    assert lossless.head().readout is None
     assert (levels.manifest.generation, lossless.manifest.generation) == (2, 1)
     assert len(Cache(GOLDEN / "levels-1", generation=1).index) == 2
     assert levels.manifest.sources == ("alpha", "beta")
@@ -497,6 +511,7 @@ FINGERPRINTS = {
     "lossless-1": "d4a6c6fd76ac19086b87a791d2603091f085225b451c720e2be1d825edb3fbc8",
     "levels-1": "f3aaad027b74d1436be520894238d4bc5c2616d1db62befe7d9a9a6bc62b6f2d",
     "small-1": "5e5e688e2dbfa24d005417074cf50b5a20767330bcc3057ad60eda52d9337e17",
+    "post-norm-1": "454b3c46736c5861de5f59ec8740c0bcc6957900d615f98f49e2a46a2ce07cb7",
 }
 
 

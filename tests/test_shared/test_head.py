@@ -1,7 +1,9 @@
 """The frozen tensors of the target: exact to the bit, and whole or refused."""
 
+import json
+import math
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -12,12 +14,17 @@ from safetensors.torch import save
 
 from shared.codec import LosslessCodec
 from shared.errors import CacheError, DraftCacheError
-from shared.head import Head
+from shared.head import Head, Readout
+from shared.spec import CaptureSpec
 from tests.test_shared.made import bits, make_head, make_spec
-from tests.test_shared.mutate import safetensors, safetensors_files, steady
+from tests.test_shared.mutate import json_values, safetensors, safetensors_files, steady
 
 SPEC = make_spec(LosslessCodec())
 SHAPE = (SPEC.target.vocab_size, SPEC.target.hidden_size)
+
+TENSORS = ("embedding_VD", "lm_head_VD", "final_norm_D")
+POST = replace(SPEC, last_hidden="post_norm")
+PRE = replace(SPEC, last_hidden="pre_norm")
 
 Tensors = dict[str, torch.Tensor]
 
@@ -38,8 +45,9 @@ def test_a_head_comes_back_to_the_bit(tied: bool) -> None:
     data = head.to_bytes()
     found = Head.from_bytes(data, SPEC, "here")
     assert found.is_tied is tied
-    for field in fields(Head):
-        assert np.array_equal(bits(getattr(found, field.name)), bits(getattr(head, field.name)))
+    for name in TENSORS:
+        assert np.array_equal(bits(getattr(found, name)), bits(getattr(head, name)))
+    assert found.readout is None
     assert found.to_bytes() == data
 
 
@@ -52,7 +60,7 @@ def test_a_tied_head_is_stored_once() -> None:
 def test_moving_a_head_keeps_it_tied_or_not(tied: bool) -> None:
     moved = make_head(SPEC, tied=tied).to("cpu", torch.float32)
     assert moved.is_tied is tied
-    assert {getattr(moved, field.name).dtype for field in fields(Head)} == {torch.float32}
+    assert {getattr(moved, name).dtype for name in TENSORS} == {torch.float32}
 
 
 def without(name: str) -> Callable[[Tensors], Tensors]:
@@ -118,3 +126,78 @@ def test_a_header_with_odd_metadata_is_refused_or_read() -> None:
     for header in ({}, {"__metadata__": None}, {"__metadata__": {}}, {"__metadata__": {"a": "b"}}):
         with pytest.raises(CacheError, match=r"^here: "):
             Head.from_bytes(safetensors(header), SPEC, "here")
+
+
+@pytest.mark.parametrize("spec", [POST, PRE], ids=["post_norm", "pre_norm"])
+def test_a_readout_comes_back_and_stays_when_moved(spec: CaptureSpec) -> None:
+    head = make_head(spec)
+    found = Head.from_bytes(head.to_bytes(), spec, "here").to("cpu", torch.float32)
+    assert found.readout == head.readout
+    assert head.readout is not None
+
+
+def as_tensor(text: str) -> torch.Tensor:
+    return torch.tensor(list(text.encode(errors="replace")), dtype=torch.uint8)
+
+
+def test_equal_heads_have_equal_bytes() -> None:
+    assert len({make_head(PRE).to_bytes() for _ in range(20)}) == 1
+
+
+def test_logits_by_hand() -> None:
+    embedding = torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 4.0]])
+    final_norm_D = torch.tensor([1.0, 0.5])
+
+    def logits(**fields: float | None) -> list[float]:
+        readout = Readout(
+            **{"scale": 1.0, "soft_cap": None, "norm_eps": None, "norm_offset": 0.0} | fields
+        )
+        head = Head(embedding, embedding, final_norm_D, readout)
+        (found,) = head.logits(torch.tensor([[1.0, 7.0]])).tolist()
+        return list(found)
+
+    assert logits() == [1, 14, 31]
+    assert logits(scale=0.5) == [0.5, 7, 15.5]
+    capped = [10 * math.tanh(x / 10) for x in (0.5, 7, 15.5)]
+    assert logits(scale=0.5, soft_cap=10.0) == pytest.approx(capped)
+    # The mean square of (1, 7) is 25, with eps 11 it is 36: the unit state is (1, 7) / 6.
+    assert logits(norm_eps=11.0) == pytest.approx([1 / 6, 7 / 6, 3 / 6 + 14 / 6])
+    assert logits(norm_eps=11.0, norm_offset=1.0) == pytest.approx([2 / 6, 21 / 6, 1 + 7])
+
+
+@pytest.mark.parametrize(
+    ("change", "stored", "spec", "message"),
+    [
+        pytest.param({}, SPEC, POST, "None, which does not go with .* 'post_norm'", id="none"),
+        pytest.param({}, POST, SPEC, "does not go with .* 'none'", id="too-much"),
+        pytest.param({}, POST, PRE, "does not go with .* 'pre_norm'", id="other-side"),
+        pytest.param({}, PRE, POST, "does not go with .* 'post_norm'", id="another-side"),
+        pytest.param({"scale": 0}, POST, POST, "damaged .*scale must be positive", id="zero"),
+        pytest.param({"soft_cap": -1}, POST, POST, "soft_cap must be positive", id="cap"),
+        pytest.param({"norm_offset": 2}, POST, POST, "norm_offset must be 0 or 1", id="offset"),
+        pytest.param({"bias": 1}, POST, POST, "unknown key 'bias'", id="unknown"),
+    ],
+)
+def test_a_readout_that_is_not_of_this_cache_is_refused(
+    change: dict[str, float], stored: CaptureSpec, spec: CaptureSpec, message: str
+) -> None:
+    head = make_head(stored)
+    data = head.to_bytes()
+    if change:
+        assert head.readout is not None
+        text = json.dumps(asdict(head.readout) | change)
+        data = save(tensors() | {"readout": as_tensor(text)}, {"tied": "false"})
+    with pytest.raises(CacheError, match=f"^here: its readout is .*{message}"):
+        Head.from_bytes(data, spec, "here")
+
+
+def test_a_readout_of_another_type_is_refused() -> None:
+    with pytest.raises(CacheError, match=r"^here: its readout is damaged"):
+        Head.from_bytes(save(tensors() | {"readout": torch.zeros(2).bfloat16()}), POST, "here")
+
+
+@settings(steady, max_examples=100)
+@given(st.text(max_size=50) | json_values.map(json.dumps))
+def test_no_readout_makes_from_bytes_fail_in_another_way(text: str) -> None:
+    with pytest.raises(DraftCacheError):
+        Head.from_bytes(save(tensors() | {"readout": as_tensor(text)}, {"tied": "false"}), POST, "")

@@ -38,6 +38,7 @@ CHANGED: dict[str, Any] = {
     "target_layer_ids": [0, 3],
     "codec.name": "lossless",
     "codec.step": 0.125,
+    "last_hidden": "post_norm",
 }
 NAMED = {
     "target.dtype": "target.dtype",
@@ -52,12 +53,20 @@ NAMED = {
     "target_layer_ids": "capture.target_layer_ids",
     "codec.name": "codec.preset",
     "codec.step": "codec.preset",
+    "last_hidden": "capture.last_hidden",
 }
 CONSTANT = {"layer_convention", "chunk_tokens", "format_version"}
 
 
 def test_every_field_of_the_spec_is_in_the_table_of_changes() -> None:
-    assert set(flatten(SPEC.to_dict())) == set(CHANGED) | CONSTANT
+    every = replace(SPEC, last_hidden="pre_norm")
+    assert set(flatten(every.to_dict())) == set(CHANGED) | CONSTANT
+
+
+def test_a_spec_without_last_hidden_state_is_written_as_before_there_was_one() -> None:
+    assert "last_hidden" not in SPEC.to_dict()
+    with pytest.raises(CacheIncompatibleError, match=r"^here: last_hidden 'none' is written by"):
+        CaptureSpec.from_dict(SPEC.to_dict() | {"last_hidden": "none"}, "here")
 
 
 @pytest.mark.parametrize("key", CHANGED)
@@ -154,6 +163,14 @@ def test_a_target_has_positive_sizes(name: str) -> None:
 def test_sizes_follow_from_the_spec() -> None:
     assert SPEC.num_captured == 2
     assert SPEC.raw_bytes_per_token == 2 * 8 * 2
+    assert SPEC.layer_names == ("block 0", "block 2")
+    more = replace(SPEC, last_hidden="post_norm")
+    assert (more.num_taps, more.num_captured, more.raw_bytes_per_token) == (2, 3, 3 * 8 * 2)
+    assert more.describe_layers() == [
+        {"layer_id": 0, "name": "block 0"},
+        {"layer_id": 2, "name": "block 2"},
+        {"layer_id": None, "name": "last hidden state"},
+    ]
 
 
 @settings(steady, max_examples=200)

@@ -48,6 +48,13 @@ def rows(x: Tensor) -> list[list[int]]:
     return x.int().tolist()
 
 
+def test_the_target_predicts_a_slots_token_from_the_state_of_the_one_before_it() -> None:
+    blocks = build([1, 4], block_size=3, document=[0, 0, 0, 1, 1, 1, 1, 1, 1, 1])
+    assert blocks.supervised_AK.tolist() == [[False, True, False], [False, True, True]]
+    assert blocks.state_AK[blocks.supervised_AK].tolist() == [1, 4, 5]
+    assert blocks.label_AK[blocks.supervised_AK].tolist() == [2, 5, 6]
+
+
 def test_anchor_needs_itself_and_its_successor_supervised() -> None:
     loss_mask = np.array([0, 1, 1, 1, 0, 1, 0, 0, 1, 1], dtype=bool)
     assert legal_anchors(loss_mask).tolist() == [1, 2, 8]

@@ -221,16 +221,15 @@ def test_a_non_finite_step_never_reaches_the_weights(
     config = tiny_train(tmp_path, tiny_cache, steps=4)
     config = replace(config, train=replace(config.train, on_nonfinite=policy))
     run = Training(config)
-    unpack, calls = run.session.features.unpack, []
+    split, calls = run.session.features.split, []
 
-    def poisoned(batch: Any) -> torch.Tensor:
+    def poisoned(batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         calls.append(batch)
-        states = unpack(batch)
-        return (
-            states * torch.nan if len(calls) == 6 else states
-        )  # four held-out samples and the first step came before
+        states, last_hidden = split(batch)
+        # Four held-out samples and the first step came before.
+        return states * torch.nan if len(calls) == 6 else states, last_hidden
 
-    object.__setattr__(run.session.features, "unpack", poisoned)
+    object.__setattr__(run.session.features, "split", poisoned)
     if policy == "stop":
         with pytest.raises(NonFiniteError, match=r"step 2.*not applied"):
             run.train()
