@@ -11,8 +11,6 @@ import pytest
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: see the Makefile
 os.environ["HF_HUB_OFFLINE"] = "1"
-# A shell starts background jobs with SIGINT ignored, and what they start inherits it.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from cache_builder.build import build
 from cache_builder.config import (
@@ -26,6 +24,9 @@ from cache_builder.config import (
     WorkersConfig,
 )
 from trainer import config as training
+
+# A shell starts background jobs with SIGINT ignored, and what they start inherits it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REPOSITORY = Path(__file__).parent.parent
 DEMO_DATA = REPOSITORY / "cache_builder" / "data" / "demo.jsonl"
