@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -121,8 +122,8 @@ def test_states_of_the_next_block_are_found_under_massive_activations(
 
     load = Target.load
 
-    def shifted(path: Path, config: TargetConfig, layer_ids: Sequence[int], device: str) -> Target:
-        return load(path, config, [1, *layer_ids[1:]], device)
+    def shifted(path: Path, config: TargetConfig, layer_ids: Sequence[int], *rest: Any) -> Target:
+        return load(path, config, [1, *layer_ids[1:]], *rest)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Target, "load", shifted)
