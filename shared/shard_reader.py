@@ -144,11 +144,13 @@ class ShardReader:
         found = {name: len(values) for name, values in arrays.items()}
         starts = (chunks.cumsum() - chunks) * self._spec.chunk_tokens
         ends = [*arrays["sample_offsets"][-1:], *arrays["outlier_offsets"][-1:]]
+        sources = arrays["sample_sources"]
         if (
             found != expected
             or (lengths <= 0).any()
             or not np.array_equal(starts, arrays["sample_starts"])
             or ends != [record.num_tokens, record.num_outliers]
+            or ((sources < 0) | (sources >= len(record.sources))).any()
         ):
             raise ShardCorruptError(
                 f"{self._storage}: shard {record.shard_id}: its arrays disagree with its record "

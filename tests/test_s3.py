@@ -300,8 +300,11 @@ def test_what_was_never_committed_is_named_and_goes_with_the_next_build(
     assert digests(url) == undisturbed
 
 
-def _build_and_die(config: BuildConfig, die_at: int, after: bool, count: Path) -> None:
+def _build_and_die(
+    config: BuildConfig, die_at: int, after: bool, count: Path, environment: dict[str, str]
+) -> None:
     """Build, and die before or after the request that is the `die_at`-th to change the bucket."""
+    os.environ.update(environment)
     requests, lock = 0, threading.Lock()
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -324,10 +327,17 @@ def _build_and_die(config: BuildConfig, die_at: int, after: bool, count: Path) -
     count.write_text(str(requests))
 
 
+_NAMES = ("AWS_", "XDG_CACHE_HOME")
+
+
 def _run(config: BuildConfig, die_at: int, after: bool, count: Path) -> int | None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["cache_builder.build", "transformers.models.qwen3"])
-    process = context.Process(target=_build_and_die, args=(config, die_at, after, count))
+    # The fork server may have been started before this module set the environment.
+    environment = {name: value for name, value in os.environ.items() if name.startswith(_NAMES)}
+    process = context.Process(
+        target=_build_and_die, args=(config, die_at, after, count, environment)
+    )
     process.start()
     process.join(120)
     return process.exitcode
