@@ -1,6 +1,6 @@
 """Which stored samples a command keeps or adds, and the plan of the shards they become."""
 
-import contextlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,6 +22,8 @@ from shared.manifest import ShardRecord
 from shared.shard_reader import ShardReader
 from shared.spec import CaptureSpec
 from shared.storage import Storage, open_storage
+
+logger = logging.getLogger(__name__)
 
 _UNKNOWN_FILE = "unknown"
 
@@ -167,8 +169,10 @@ def _open_plans(selections: Sequence[Selection], stack: ExitStack) -> dict[_Plan
     for location in dict.fromkeys(selection.storage.location for selection in selections):
         directory = stack.enter_context(readable_plans(location))
         for plan_id in sorted({key[1] for key in map(_plan_of, selections) if key[0] == location}):
-            with contextlib.suppress(CacheError):
+            try:
                 plans[location, plan_id] = Plan(directory / plan_id)
+            except CacheError as error:
+                logger.warning("%s Its samples are kept without file and row.", error)
     return plans
 
 

@@ -135,6 +135,17 @@ def test_two_halves_make_the_cache_that_all_data_make(
     assert_clean(halves.into)
 
 
+def test_a_lost_plan_is_named_and_costs_only_where_samples_came_from(
+    make_halves: Callable[..., Halves], caplog: pytest.LogCaptureFixture
+) -> None:
+    halves = make_halves("lossless")
+    (halves.other / "plans" / "0001" / "plan.json").write_text("{}")
+    merge(halves.into, [halves.other])
+    assert contents(halves.into) == halves.merged
+    (line,) = [r.getMessage() for r in caplog.records if "without file and row" in r.getMessage()]
+    assert str(halves.other / "plans" / "0001") in line
+
+
 def test_halves_of_one_cache_make_it_again_with_its_calibration(
     built: Callable[[str], Path], make_halves: Callable[..., Halves], tmp_path: Path
 ) -> None:
