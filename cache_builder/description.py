@@ -23,7 +23,8 @@ from shared.cache import (
     WIP,
     read_description,
 )
-from shared.codec import PRESETS, check_chunk_bytes
+from shared.chunk import check_chunk_bytes
+from shared.codec import PRESETS
 from shared.errors import CacheError, DataError
 from shared.files import sha256_bytes, writing
 from shared.location import Location, S3Url

@@ -1,11 +1,11 @@
-"""Hidden states to stored bytes and back; one frozen dataclass per codec.
+"""Hidden states as planes of bytes, and back; one frozen dataclass per codec.
 
-A codec works in two halves. `pack` runs where the states are (on a GPU before the copy, so that
-fewer bytes cross the bus) and turns bfloat16 states into levels plus exact outliers.
-`encode` runs on the host and turns one chunk of levels into bytes. Reading mirrors it: `decode`
-on the host, `unpack` where the states are used.
+`pack` runs where the states are (on a GPU before the copy, so that fewer bytes cross the bus):
+it rounds to levels, keeps exact outliers, and lays bits that compress and bits that do not into
+planes of their own. `shared/chunk.py` turns a plane of some tokens into stored bytes and back.
+`unpack` runs where the states are used, and undoes what `pack` did.
 
-T tokens of one sample   L captured layers   D hidden size   C tokens of one chunk
+T tokens of one sample   L captured layers   D hidden size   P planes   W bytes of one token in one
 """
 
 import math
@@ -13,36 +13,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-import google_crc32c
-import numpy as np
-import numpy.typing as npt
 import torch
-from numcodecs import blosc, zstd
 from torch import Tensor
-from zarr.abc.codec import BytesBytesCodec
-from zarr.codecs import BloscCodec, Crc32cCodec, TransposeCodec, ZstdCodec
 
-from shared.errors import CacheIncompatibleError, ShardCorruptError
-from shared.scratch import Scratch
-
-CHUNK_TOKENS = 64
-"""Tokens of one chunk. 1,024 read 3 to 5 times slower, 16 make the index 4 times longer."""
-
-_BLOCK_BYTES = 1 << 20
-"""Blosc's block. Its automatic choice costs 10 points of ratio on these data."""
+from shared.errors import CacheIncompatibleError
 
 _BLOCK_VALUES = 1 << 16
-"""What a CPU quantises or expands at a time, so that the float32 values never leave its cache:
+"""What a CPU packs or unpacks at a time, so that intermediate values never leave its cache:
 two to three times faster than one pass over all of them. A GPU takes all at once."""
-
-_CRC_BYTES = 4
-_MAX_CHUNK_BYTES = (1 << 31) - 1 - (1 << 20)
-"""What the compressors take in one call."""
-
-Array = npt.NDArray[Any]
-
-_by_layer = Scratch()
-"""A decoded chunk before its axes are exchanged."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -61,29 +39,30 @@ class Calibration:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Packed:
-    """One sample between `pack` and `encode`, or between `decode` and `unpack`."""
+    """States of some tokens as they are stored, before compression or after it."""
 
-    levels_TLD: Tensor
-    """int16 (bit patterns of bfloat16) or int8 (levels) [T, L, D], or uint8 [T, L, D / 2]: the
-    levels of channel d in the lower four bits of byte d, of channel D / 2 + d in the upper."""
+    planes_PTW: Tensor
+    """uint8 [P, T, W]: what the bytes mean is the codec's."""
 
     outlier_position: Tensor
-    """int64 [E], ascending: flat positions in [T, L, D] whose level does not hold the value."""
+    """int64 [E], ascending: flat positions in [T, L, D] of values that the planes do not hold."""
 
     outlier_bits: Tensor
     """int16 [E]: bit patterns of the bfloat16 values there."""
 
+    values_per_token: int
+    """L x D: what outlier positions of one token span."""
+
     @property
-    def values_per_token(self) -> int:
-        """L x D: what outlier positions of one token span."""
-        per_element = 2 if self.levels_TLD.dtype == torch.uint8 else 1
-        return per_element * self.levels_TLD[0].numel()
+    def num_tokens(self) -> int:
+        return self.planes_PTW.shape[1]
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Packed":
         return Packed(
-            self.levels_TLD.to(device, non_blocking=non_blocking),
+            self.planes_PTW.to(device, non_blocking=non_blocking),
             self.outlier_position.to(device, non_blocking=non_blocking),
             self.outlier_bits.to(device, non_blocking=non_blocking),
+            self.values_per_token,
         )
 
 
@@ -94,26 +73,18 @@ class Codec(Protocol):
     def name(self) -> str: ...
 
     @property
-    def stored_dtype(self) -> np.dtype[Any]:
-        """Type of the array in the store."""
-
-    @property
-    def packed_dtype(self) -> np.dtype[Any]:
-        """The same bytes as `Packed` has them: torch knows few unsigned types."""
-
-    def stored_width(self, hidden_size: int) -> int:
-        """Elements of the array in the store for the D channels of one layer.
-
-        Raises:
-            CacheIncompatibleError: the codec cannot store this many.
-        """
-
-    @property
     def needs_calibration(self) -> bool: ...
 
     @property
     def expected_ratio(self) -> float:
         """Stored bytes over raw bfloat16 bytes, before anything is measured."""
+
+    def plane_shape(self, num_layers: int, hidden_size: int) -> tuple[int, int]:
+        """Planes P of one sample, and bytes W of one token in each.
+
+        Raises:
+            CacheIncompatibleError: the codec cannot store so many channels.
+        """
 
     def calibrate(self, hidden_TLD: Tensor) -> Calibration | None:
         """Learn the channels from some tokens of the target."""
@@ -123,25 +94,16 @@ class Codec(Protocol):
     def unpack(self, packed: Packed, calibration: Calibration | None) -> Tensor:
         """bfloat16 [T, L, D]."""
 
-    def encode(self, levels_CLD: Array) -> bytes: ...
-
-    def decode(self, data: Any, out_CLD: Array) -> None:
-        """Decode the body of one chunk, without its checksum, into `out_CLD`."""
-
-    def zarr_filters(self) -> list[TransposeCodec]: ...
-
-    def zarr_compressors(self) -> list[BytesBytesCodec]: ...
-
     def to_dict(self) -> dict[str, Any]: ...
 
 
-def _blocks(values_TLD: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """`values_TLD` in pieces of tokens that suit its device, each with its first token."""
-    step = max(len(values_TLD), 1)
-    if values_TLD.device.type == "cpu":
-        step = max(_BLOCK_VALUES // max(values_TLD.shape[1:].numel(), 1), 1)
-    for start in range(0, len(values_TLD), step):
-        yield start, values_TLD[start : start + step]
+def _blocks(num_tokens: int, values_per_token: int, device: torch.device) -> Iterator[slice]:
+    """The tokens in pieces that suit the device."""
+    step = max(num_tokens, 1)
+    if device.type == "cpu":
+        step = max(_BLOCK_VALUES // max(values_per_token, 1), 1)
+    for start in range(0, num_tokens, step):
+        yield slice(start, min(start + step, num_tokens))
 
 
 def _empty(device: torch.device) -> tuple[Tensor, Tensor]:
@@ -155,52 +117,41 @@ def _empty(device: torch.device) -> tuple[Tensor, Tensor]:
 class LosslessCodec:
     """The bfloat16 bits, exactly. About 0.69 of their size on real states.
 
-    Layers are kept apart inside a chunk (2 to 3 % smaller: their exponents differ), the two bytes
-    of a value too; what compresses is the exponent plane.
+    Two planes a layer: exponents, which compress (each layer has its own range of them), and sign
+    with mantissa, which do not, so that no time is spent on them.
     """
 
     name: ClassVar[str] = "lossless"
-    stored_dtype: ClassVar[np.dtype[Any]] = np.dtype("<u2")
-    packed_dtype: ClassVar[np.dtype[Any]] = np.dtype("<i2")
     needs_calibration: ClassVar[bool] = False
     expected_ratio: ClassVar[float] = 0.70
 
-    def stored_width(self, hidden_size: int) -> int:
-        return hidden_size
+    def plane_shape(self, num_layers: int, hidden_size: int) -> tuple[int, int]:
+        return 2 * num_layers, hidden_size
 
     def calibrate(self, hidden_TLD: Tensor) -> None:
         return None
 
     def pack(self, hidden_TLD: Tensor, calibration: Calibration | None) -> Packed:
-        return Packed(hidden_TLD.contiguous().view(torch.int16), *_empty(hidden_TLD.device))
+        num_tokens, num_layers, size = hidden_TLD.shape
+        device, shape = hidden_TLD.device, (2 * num_layers, num_tokens, size)
+        planes_PTW = torch.empty(shape, dtype=torch.uint8, device=device)
+        bits_LTD = hidden_TLD.contiguous().view(torch.int16).transpose(0, 1)
+        for part in _blocks(num_tokens, num_layers * size, device):
+            bits = bits_LTD[:, part]
+            planes_PTW[:num_layers, part] = bits >> 7
+            planes_PTW[num_layers:, part] = (bits & 0x7F) | (bits >> 8 & 0x80)
+        return Packed(planes_PTW, *_empty(device), num_layers * size)
 
     def unpack(self, packed: Packed, calibration: Calibration | None) -> Tensor:
-        return packed.levels_TLD.view(torch.bfloat16)
-
-    def encode(self, levels_CLD: Array) -> bytes:
-        by_layer = np.ascontiguousarray(levels_CLD.transpose(1, 0, 2))
-        return bytes(
-            blosc.compress(
-                by_layer, b"zstd", clevel=1, shuffle=blosc.SHUFFLE, blocksize=_BLOCK_BYTES
-            )
-        )
-
-    def decode(self, data: Any, out_CLD: Array) -> None:
-        num_tokens, num_layers, width = out_CLD.shape
-        by_layer = _by_layer.array((num_layers, num_tokens, width), out_CLD.dtype)
-        blosc.decompress(data, by_layer)
-        out_CLD[...] = by_layer.transpose(1, 0, 2)
-
-    def zarr_filters(self) -> list[TransposeCodec]:
-        return [TransposeCodec(order=(1, 0, 2))]
-
-    def zarr_compressors(self) -> list[BytesBytesCodec]:
-        return [
-            BloscCodec(
-                typesize=2, cname="zstd", clevel=1, shuffle="shuffle", blocksize=_BLOCK_BYTES
-            ),
-            Crc32cCodec(),
-        ]
+        num_planes, num_tokens, size = packed.planes_PTW.shape
+        device, num_layers = packed.planes_PTW.device, num_planes // 2
+        shape = (num_tokens, num_layers, size)
+        bits_TLD = torch.empty(shape, dtype=torch.int16, device=device)
+        for part in _blocks(num_tokens, num_layers * size, device):
+            exponent, rest = packed.planes_PTW[:, part].to(torch.int16).chunk(2)
+            bits = exponent.bitwise_left_shift_(7).bitwise_or_(rest & 0x7F)
+            bits_TLD[part] = bits.bitwise_or_((rest & 0x80) << 8).transpose(0, 1)
+        return bits_TLD.view(torch.bfloat16)
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name}
@@ -215,9 +166,11 @@ class LevelCodec:
     one model differ by between two attention kernels. Nothing is ever saturated: a value outside
     the levels (massive activations of the first token) or not finite is stored exactly.
 
-    With 4 bits two levels share a byte. That is for wide steps: the compressor spends whole bits
-    on a symbol and looks for matches where symbols repeat often, so it does better on pairs, and
-    has half as many bytes to decode.
+    Levels are stored by halves of 4 bits, those of two channels in a byte: the upper halves in
+    one plane, which compresses, the lower ones, which are as good as random, in another. With
+    `bits` 4 there is no other. A compressor spends whole bits on a symbol and looks for matches
+    where symbols repeat often, so pairs compress better than single levels, and half the bytes
+    are decoded in twice the speed.
     """
 
     name: ClassVar[str] = "levels"
@@ -236,35 +189,21 @@ class LevelCodec:
             raise ValueError(f"bits must be 4 or 8, got {self.bits}")
 
     @property
-    def stored_dtype(self) -> np.dtype[Any]:
-        return np.dtype("i1" if self.bits == 8 else "u1")
-
-    @property
-    def packed_dtype(self) -> np.dtype[Any]:
-        return self.stored_dtype
-
-    @property
     def expected_ratio(self) -> float:
         """From the entropy of a rounded Gaussian, 2.05 + log2(1 / step) bits of 16."""
         return (2.05 - math.log2(self.step)) / 16
 
     @property
-    def _torch_dtype(self) -> torch.dtype:
-        return torch.int8 if self.bits == 8 else torch.uint8
-
-    @property
     def _level_max(self) -> int:
         return 127 if self.bits == 8 else 7
 
-    def stored_width(self, hidden_size: int) -> int:
-        if self.bits == 8:
-            return hidden_size
+    def plane_shape(self, num_layers: int, hidden_size: int) -> tuple[int, int]:
         if hidden_size % 2:
             raise CacheIncompatibleError(
-                f"a codec of 4 bits stores channels in pairs, the target has {hidden_size}. "
-                "Choose another codec.preset."
+                f"this codec stores channels in pairs, the target has {hidden_size}. "
+                "Set codec.preset to lossless."
             )
-        return hidden_size // 2
+        return self.bits // 4, num_layers * hidden_size // 2
 
     def calibrate(self, hidden_TLD: Tensor) -> Calibration:
         """Mean and step per channel from `hidden_TLD`, without the tokens of massive activations.
@@ -285,55 +224,54 @@ class LevelCodec:
 
     def pack(self, hidden_TLD: Tensor, calibration: Calibration | None) -> Packed:
         assert calibration is not None
+        hidden_TLD = hidden_TLD.contiguous()
         num_tokens, num_layers, size = hidden_TLD.shape
-        shape = (num_tokens, num_layers, self.stored_width(size))
-        levels_TLD = torch.empty(shape, dtype=self._torch_dtype, device=hidden_TLD.device)
+        device, per_token = hidden_TLD.device, num_layers * size
+        num_planes, width = self.plane_shape(num_layers, size)
+        planes_PTW = torch.empty((num_planes, num_tokens, width), dtype=torch.uint8, device=device)
         outliers = []
-        for start, part_TLD in _blocks(hidden_TLD.contiguous()):
+        for part in _blocks(num_tokens, per_token, device):
+            part_TLD = hidden_TLD[part]
             level_TLD = (part_TLD - calibration.mean_LD).div_(calibration.step_LD).round_()
             held_TLD = level_TLD.abs() <= self._level_max  # False for NaN and infinities too
             if not bool(held_TLD.all()):
                 position = held_TLD.logical_not_().flatten().nonzero().squeeze(1)
                 bits = part_TLD.view(torch.int16).flatten()[position]
-                outliers.append((position + start * num_layers * size, bits))
+                outliers.append((position + part.start * per_token, bits))
                 level_TLD.view(-1)[position] = 0.0
-            if self.bits == 4:
-                lower, upper = level_TLD.to(torch.int8).chunk(2, -1)
-                level_TLD = ((lower & 15) | (upper << 4)).view(torch.uint8)
-            levels_TLD[start : start + len(part_TLD)] = level_TLD
+            first, second = level_TLD.to(torch.int8).chunk(2, -1)
+            lower = ((first & 15) | (second << 4)).view(torch.uint8)
+            planes_PTW[-1, part] = lower.flatten(1)
+            if self.bits == 8:
+                upper = ((first >> 4 & 15) | (second & -16)).view(torch.uint8)
+                planes_PTW[0, part] = upper.flatten(1)
         if not outliers:
-            return Packed(levels_TLD, *_empty(hidden_TLD.device))
+            return Packed(planes_PTW, *_empty(device), per_token)
         positions, values = (torch.cat(parts) for parts in zip(*outliers, strict=True))
-        return Packed(levels_TLD, positions, values)
+        return Packed(planes_PTW, positions, values, per_token)
 
     def unpack(self, packed: Packed, calibration: Calibration | None) -> Tensor:
         assert calibration is not None
         mean_LD, step_LD = calibration.mean_LD, calibration.step_LD
-        num_tokens, (num_layers, size) = len(packed.levels_TLD), mean_LD.shape
-        hidden_TLD = torch.empty(
-            (num_tokens, num_layers, size), dtype=torch.bfloat16, device=packed.levels_TLD.device
-        )
-        for start, part_TLD in _blocks(packed.levels_TLD.view(torch.int8)):
-            out_TLD = hidden_TLD[start : start + len(part_TLD)]
+        num_tokens, device = packed.num_tokens, packed.planes_PTW.device
+        shape = (num_tokens, *mean_LD.shape)
+        hidden_TLD = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        planes_PTLW = packed.planes_PTW.view(torch.int8)
+        planes_PTLW = planes_PTLW.view(-1, num_tokens, len(mean_LD), mean_LD.shape[1] // 2)
+        for part in _blocks(num_tokens, packed.values_per_token, device):
+            upper = planes_PTLW[0, part]
             if self.bits == 4:
-                part_TLD = torch.cat([part_TLD << 4 >> 4, part_TLD >> 4], -1)
-            out_TLD.copy_(torch.addcmul(mean_LD, part_TLD, step_LD))
+                first, second = upper << 4 >> 4, upper >> 4
+            else:
+                lower = planes_PTLW[1, part]
+                first = (upper << 4).bitwise_or_(lower & 15)
+                second = (upper & -16).bitwise_or_(lower >> 4 & 15)
+            level_TLD = torch.cat([first, second], -1)
+            hidden_TLD[part].copy_(torch.addcmul(mean_LD, level_TLD, step_LD))
         if packed.outlier_position.numel():
             values = packed.outlier_bits.view(torch.bfloat16)
             hidden_TLD.view(-1)[packed.outlier_position] = values
         return hidden_TLD
-
-    def encode(self, levels_CLD: Array) -> bytes:
-        return bytes(zstd.compress(np.ascontiguousarray(levels_CLD), 1))
-
-    def decode(self, data: Any, out_CLD: Array) -> None:
-        zstd.decompress(data, out_CLD)
-
-    def zarr_filters(self) -> list[TransposeCodec]:
-        return []
-
-    def zarr_compressors(self) -> list[BytesBytesCodec]:
-        return [ZstdCodec(level=1, checksum=False), Crc32cCodec()]
 
     def to_dict(self) -> dict[str, Any]:
         fields = {"name": self.name, "step": self.step}
@@ -366,46 +304,3 @@ def codec_from_dict(fields: dict[str, Any]) -> Codec:
     raise CacheIncompatibleError(
         f"codec {fields!r} is unknown to this version. Read the cache with the one that wrote it."
     )
-
-
-def check_chunk_bytes(codec: Codec, num_layers: int, hidden_size: int) -> None:
-    """Refuse chunks that the compressors cannot take.
-
-    Raises:
-        CacheIncompatibleError: one chunk is larger than 2 GiB, or has an odd number of channels
-            where the codec stores pairs.
-    """
-    width = codec.stored_width(hidden_size)
-    size = CHUNK_TOKENS * num_layers * width * codec.stored_dtype.itemsize
-    if size > _MAX_CHUNK_BYTES:
-        raise CacheIncompatibleError(
-            f"a chunk of {CHUNK_TOKENS} tokens x {num_layers} layers x {hidden_size} channels has "
-            f"{size:,} bytes, the compressors take {_MAX_CHUNK_BYTES:,}. Capture fewer layers."
-        )
-
-
-def encode_chunk(codec: Codec, levels_CLD: Array) -> tuple[bytes, int]:
-    """One chunk as stored, and its crc32c (which is also its last four bytes)."""
-    body = codec.encode(levels_CLD)
-    crc = int(google_crc32c.value(body))
-    return body + crc.to_bytes(_CRC_BYTES, "little"), crc
-
-
-def decode_chunk(codec: Codec, data: Array, crc: int, out_CLD: Array, where: str) -> None:
-    """Check one stored chunk, uint8, against the checksum of the record, then decode it.
-
-    Raises:
-        ShardCorruptError: other bytes than were written, or they do not decode.
-    """
-    body = data[:-_CRC_BYTES]
-    if (
-        int.from_bytes(data[-_CRC_BYTES:].tobytes(), "little") != crc
-        or google_crc32c.value(body) != crc
-    ):
-        raise ShardCorruptError(
-            f"{where}: checksum differs from the one written. Run `cache-builder repair`."
-        )
-    try:
-        codec.decode(body, out_CLD)
-    except (RuntimeError, ValueError) as error:
-        raise ShardCorruptError(f"{where}: does not decode ({error}).") from error

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from shared.codec import Array
+from shared.chunk import Array
 from shared.errors import CacheError
 from shared.shard import SAMPLE_ID_BYTES
 from shared.shard_reader import ShardReader

@@ -1,8 +1,9 @@
 """One shard: a Zarr v3 group that is written once, whole, and read by sample.
 
-Hidden states are one array [P, L, D] in one storage object (Zarr sharding, inner chunks of 64
-tokens). Every sample starts on a chunk boundary, so that reading it touches its own bytes only.
-P counts tokens with that padding. Everything else is small and in arrays of one chunk.
+Hidden states are one array of bytes [P planes, T tokens, W] in one storage object (Zarr sharding,
+inner chunks of 64 tokens of one plane). Every sample starts on a chunk boundary and its chunks lie
+together, so that reading it is one range of its own bytes only. Everything else is small and in
+arrays of one chunk.
 `FORMAT.md` is the normative text; `shard_writer` and `shard_reader` do what it says.
 """
 
@@ -12,7 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shared.codec import Array, Packed
+from shared.chunk import Array
+from shared.codec import Packed
 
 GROUP = "shards.zarr"
 STATES = "hidden_states"
@@ -35,7 +37,6 @@ SMALL_ARRAYS: dict[str, np.dtype[Any]] = {
 """The small arrays of a shard and their types, in the order of FORMAT.md."""
 
 INDEX_ENTRY = np.dtype([("offset", "<u8"), ("size", "<u8")])
-CRC_BYTES = 4
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -2,19 +2,18 @@
 
 from itertools import pairwise
 
-import google_crc32c
 import numpy as np
 import numpy.typing as npt
 import torch
 from numcodecs import zstd
 
-from shared.codec import Array, Packed, decode_chunk
+from shared.chunk import CRC_BYTES, Array, checksum, decode_chunk
+from shared.codec import Packed
 from shared.errors import ShardCorruptError
 from shared.files import sha256_bytes
 from shared.manifest import ShardRecord
 from shared.scratch import Scratch
 from shared.shard import (
-    CRC_BYTES,
     GROUP,
     INDEX_ENTRY,
     SAMPLE_ID_BYTES,
@@ -41,7 +40,9 @@ class ShardReader:
             ShardCorruptError: a piece is missing or not what the record says.
         """
         self._storage = storage
-        self._codec = spec.build_codec()
+        target = spec.target
+        self._values_per_token = spec.num_captured * target.hidden_size
+        self._plane_shape = spec.build_codec().plane_shape(spec.num_captured, target.hidden_size)
         self._spec = spec
         self.record = record
         self._prefix = f"{GROUP}/{record.shard_id}"
@@ -59,22 +60,23 @@ class ShardReader:
         Raises:
             ShardCorruptError: a chunk is not what was written.
         """
-        arrays, step, codec = self.arrays, self._spec.chunk_tokens, self._codec
+        arrays, step = self.arrays, self._spec.chunk_tokens
+        num_planes, width = self._plane_shape
         begin, end = arrays["sample_offsets"][row : row + 2].tolist()
-        first = int(arrays["sample_starts"][row]) // step
-        num_chunks = int(chunks_of(end - begin, step))
-        bounds = self._bounds[first : first + num_chunks + 1].tolist()
-        crcs = arrays["chunk_crc32c"][first : first + num_chunks].tolist()
+        first = int(arrays["sample_starts"][row]) // step * num_planes
+        num_tokens = int(chunks_of(end - begin, step)) * step
+        last = first + num_tokens // step * num_planes
+        bounds = self._bounds[first : last + 1].tolist()
+        crcs = arrays["chunk_crc32c"][first:last].tolist()
         data = _stored.array((bounds[-1] - bounds[0],))
         self._open_states().read_into(data.data, bounds[0])
-        width = codec.stored_width(self._spec.target.hidden_size)
-        levels = np.empty((num_chunks * step, self._spec.num_captured, width), codec.stored_dtype)
+        planes_PTW = np.empty((num_planes, num_tokens, width), np.uint8)
         for i, (from_, to) in enumerate(pairwise(bounds)):
+            start, plane = i // num_planes * step, i % num_planes
             decode_chunk(
-                codec,
                 data[from_ - bounds[0] : to - bounds[0]],
                 crcs[i],
-                levels[i * step : (i + 1) * step],
+                planes_PTW[plane, start : start + step],
                 f"{self._storage}: shard {self.record.shard_id}, sample {row}, chunk {first + i}",
             )
         from_, to = arrays["outlier_offsets"][row : row + 2].tolist()
@@ -83,9 +85,10 @@ class ShardReader:
             arrays["token_ids"][begin:end],
             arrays["loss_mask"][begin:end],
             Packed(
-                torch.from_numpy(levels[: end - begin].view(codec.packed_dtype)),
+                torch.from_numpy(planes_PTW[:, : end - begin]),
                 torch.from_numpy(arrays["outlier_positions"][from_:to]),
                 torch.from_numpy(arrays["outlier_bits"][from_:to].view(np.int16)),
+                self._values_per_token,
             ),
             self.record.calibration,
         )
@@ -136,7 +139,7 @@ class ShardReader:
             "sample_ids": num,
             "split_keys": num,
             "sample_sources": num,
-            "chunk_crc32c": int(chunks.sum()),
+            "chunk_crc32c": int(chunks.sum()) * self._plane_shape[0],
             "outlier_offsets": num + 1,
             "outlier_positions": record.num_outliers,
             "outlier_bits": record.num_outliers,
@@ -158,7 +161,7 @@ class ShardReader:
             )
 
     def _read_index(self) -> npt.NDArray[np.int64]:
-        """Where each chunk begins, and where the last one ends: int64 [C + 1]."""
+        """Where each chunk begins in the file, and where the last one ends: int64 [C + 1]."""
         num_chunks = len(self.arrays["chunk_crc32c"])
         if STATES_OBJECT not in self.record.files:
             raise ShardCorruptError(
@@ -170,11 +173,12 @@ class ShardReader:
         key = f"{self._prefix}/{STATES_OBJECT}"
         where = f"{self._storage}: shard {self.record.shard_id}, {STATES}"
         data = self._storage.read_range(key, total - size, size)
-        if google_crc32c.value(data[:-CRC_BYTES]) != int.from_bytes(data[-CRC_BYTES:], "little"):
+        if checksum(data[:-CRC_BYTES]) != int.from_bytes(data[-CRC_BYTES:], "little"):
             raise ShardCorruptError(
                 f"{where}: the checksum of the chunk index differs. Run `cache-builder repair`."
             )
-        entries = np.frombuffer(data[:-CRC_BYTES], INDEX_ENTRY)
+        by_plane = np.frombuffer(data[:-CRC_BYTES], INDEX_ENTRY).reshape(self._plane_shape[0], -1)
+        entries = by_plane.T.ravel()
         ends = entries["offset"] + entries["size"]
         begins = np.concatenate([np.zeros(1, np.uint64), ends])
         if not np.array_equal(begins[:-1], entries["offset"]) or begins[-1] != total - size:

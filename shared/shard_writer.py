@@ -5,17 +5,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
 import numpy as np
 import torch
 import zarr
-from zarr.codecs import BytesCodec, Crc32cCodec, ZstdCodec
+from zarr.codecs import BytesCodec
 
-from shared.codec import Array, Codec, Packed, encode_chunk
+from shared.chunk import CRC_BYTES, Array, checksum, encode_chunk, zarr_compressors
+from shared.codec import Codec, Packed
 from shared.files import sha256_file, sync_file, writing
 from shared.manifest import LayerStatistics, ShardRecord, StoredFile
 from shared.shard import (
-    CRC_BYTES,
     INDEX_ENTRY,
     SAMPLE_ID_BYTES,
     SMALL_ARRAYS,
@@ -38,8 +37,7 @@ class ShardWriter:
         self._directory = directory
         self._spec = spec
         self._codec: Codec = spec.build_codec()
-        width = self._codec.stored_width(spec.target.hidden_size)
-        self._row_shape = (spec.num_captured, width)
+        self._plane_shape = self._codec.plane_shape(spec.num_captured, spec.target.hidden_size)
         self._shard_id = shard_id
         self._entries: list[tuple[int, int]] = []
         self._crcs: list[int] = []
@@ -58,29 +56,29 @@ class ShardWriter:
             ValueError: rows, tokens and mask differ in length, or the states are of another spec.
             OutOfSpaceError: the disk is full.
         """
-        levels_TLD = sample.packed.levels_TLD.numpy().view(self._codec.stored_dtype)
-        lengths = (len(levels_TLD), len(sample.token_ids), len(sample.loss_mask))
+        planes_PTW = sample.packed.planes_PTW.numpy()
+        num_planes, num_tokens, width = planes_PTW.shape
+        lengths = (num_tokens, len(sample.token_ids), len(sample.loss_mask))
         if len(set(lengths)) != 1 or lengths[0] == 0:
             raise ValueError(
                 f"sample {sample.sample_id}: {lengths[0]} rows of states, {lengths[1]} tokens, "
                 f"{lengths[2]} mask entries; they must be equal and positive"
             )
-        expected = self._row_shape
-        if levels_TLD.shape[1:] != expected:
+        if (num_planes, width) != self._plane_shape:
             raise ValueError(
-                f"sample {sample.sample_id}: states of shape {levels_TLD.shape}, expected "
-                f"{(lengths[0], *expected)}"
+                f"sample {sample.sample_id}: {num_planes} planes of {width} bytes a token, "
+                f"expected {self._plane_shape[0]} of {self._plane_shape[1]}"
             )
         step = self._spec.chunk_tokens
-        for start in range(0, len(levels_TLD), step):
-            chunk = levels_TLD[start : start + step]
-            if len(chunk) < step:
-                padding = np.zeros((step - len(chunk), *chunk.shape[1:]), chunk.dtype)
-                chunk = np.concatenate([chunk, padding])
-            data, crc = encode_chunk(self._codec, chunk)
-            self._entries.append((self._size, len(data)))
-            self._crcs.append(crc)
-            self._append(data)
+        for start in range(0, num_tokens, step):
+            part_PCW = planes_PTW[:, start : start + step]
+            if (missing := step - part_PCW.shape[1]) > 0:
+                part_PCW = np.pad(part_PCW, ((0, 0), (0, missing), (0, 0)))
+            for chunk_CW in part_PCW:
+                data, crc = encode_chunk(chunk_CW)
+                self._entries.append((self._size, len(data)))
+                self._crcs.append(crc)
+                self._append(data)
         self._samples.append(
             CapturedSample(
                 sample.sample_id,
@@ -88,10 +86,11 @@ class ShardWriter:
                 sample.source,
                 sample.token_ids,
                 sample.loss_mask,
-                Packed(  # the levels are on disk; keep only what the small arrays need
+                Packed(  # the planes are on disk; keep only what the small arrays need
                     torch.empty(0),
                     sample.packed.outlier_position,
                     sample.packed.outlier_bits,
+                    sample.packed.values_per_token,
                 ),
             )
         )
@@ -105,8 +104,10 @@ class ShardWriter:
         quarantined: Mapping[str, str],
     ) -> ShardRecord:
         """Write index, metadata and small arrays; everything is synced. Does not commit."""
-        index = np.array(self._entries, INDEX_ENTRY).tobytes()
-        self._append(index + google_crc32c.value(index).to_bytes(CRC_BYTES, "little"))
+        # Zarr's index goes plane by plane; in the file all planes of some tokens are neighbours.
+        by_tokens = np.array(self._entries, INDEX_ENTRY).reshape(-1, self._plane_shape[0])
+        index = by_tokens.T.tobytes()
+        self._append(index + checksum(index).to_bytes(CRC_BYTES, "little"))
         self.close()
         with writing(self._directory):
             sync_file(self._directory / STATES_OBJECT)
@@ -145,7 +146,8 @@ class ShardWriter:
 
     def _write_zarr(self) -> None:
         spec, codec = self._spec, self._codec
-        num_chunks = len(self._entries)
+        num_planes, width = self._plane_shape
+        num_tokens = len(self._entries) // num_planes * spec.chunk_tokens
         group = zarr.create_group(
             str(self._directory),
             attributes={
@@ -159,17 +161,15 @@ class ShardWriter:
                 **({} if spec.last_hidden == "none" else {"last_hidden": spec.last_hidden}),
             },
         )
-        padded = max(num_chunks, 1) * spec.chunk_tokens
-        states = self._row_shape
         group.create_array(
             STATES,
-            shape=(num_chunks * spec.chunk_tokens, *states),
-            shards=(padded, *states),
-            chunks=(spec.chunk_tokens, *states),
-            dtype=codec.stored_dtype,
-            filters=codec.zarr_filters(),
+            shape=(num_planes, num_tokens, width),
+            shards=(num_planes, max(num_tokens, spec.chunk_tokens), width),
+            chunks=(1, spec.chunk_tokens, width),
+            dtype=np.uint8,
+            filters=[],
             serializer=BytesCodec(),
-            compressors=codec.zarr_compressors(),
+            compressors=zarr_compressors(),
             fill_value=0,
         )
         for name, values in self._small_arrays().items():
@@ -180,7 +180,7 @@ class ShardWriter:
                 dtype=values.dtype,
                 filters=[],
                 serializer=BytesCodec(),
-                compressors=[ZstdCodec(level=1, checksum=False), Crc32cCodec()],
+                compressors=zarr_compressors(),
                 fill_value=0,
                 config={"write_empty_chunks": True},
             )

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from shared import config
-from shared.codec import CHUNK_TOKENS, PRESETS, Codec, codec_from_dict
+from shared.chunk import CHUNK_TOKENS
+from shared.codec import PRESETS, Codec, codec_from_dict
 from shared.errors import CacheIncompatibleError, ConfigError
 from shared.files import canonical_json, sha256_bytes
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _SETTINGS = {
     "target.config_sha256": "target.path (config.json)",
     "target.weights_sha256": "target.path (weights)",

@@ -342,7 +342,7 @@ def test_a_cache_of_another_format_version_is_refused(
     copy = tmp_path / "copy"
     shutil.copytree(tiny_cache, copy)
     fields = json.loads((copy / DESCRIPTION).read_text())
-    (copy / DESCRIPTION).write_text(json.dumps({**fields, "format_version": 2}))
+    (copy / DESCRIPTION).write_text(json.dumps({**fields, "format_version": 1}))
     for stage, arguments in [
         ("trainer", ("train", "--config", train_config(cache=copy))),
         ("cache-builder", ("inspect", copy)),

@@ -19,7 +19,7 @@ from trainer.caches import Caches
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Batch:
-    """A packed row. States stay as stored (int8 levels) until the device unpacks them."""
+    """A packed row. States stay as stored (planes of bytes) until the device unpacks them."""
 
     token_ids_S: Tensor
     """int64."""
@@ -40,7 +40,7 @@ class Batch:
     """bool."""
 
     packed: Packed
-    """States of all tokens of the row, [S, L, D]."""
+    """States of all S tokens of the row."""
 
     calibrations: tuple[tuple[str | None, int], ...]
     """Runs of tokens that share a calibration: its name, and the end of the run."""
@@ -134,9 +134,10 @@ class Features:
             part = packed
             if len(batch.calibrations) > 1:
                 part = Packed(
-                    packed.levels_TLD[begin:end],
+                    packed.planes_PTW[:, begin:end],
                     packed.outlier_position[inside] - begin * size,
                     packed.outlier_bits[inside],
+                    size,
                 )
             parts.append(self._cache.codec.unpack(part, calibration))
             begin = end
@@ -168,7 +169,7 @@ def collate(
         anchor_A=torch.from_numpy(anchor_A),
         anchor_valid_A=torch.ones(len(anchor_A), dtype=torch.bool),
         packed=Packed(
-            torch.cat([sample.packed.levels_TLD for sample in samples]),
+            torch.cat([sample.packed.planes_PTW for sample in samples], 1),
             torch.cat(
                 [
                     sample.packed.outlier_position + int(start) * size
@@ -176,6 +177,7 @@ def collate(
                 ]
             ),
             torch.cat([sample.packed.outlier_bits for sample in samples]),
+            size,
         ),
         calibrations=tuple(calibrations),
         sample_ids=tuple(sample.sample_id for sample in samples),

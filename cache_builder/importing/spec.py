@@ -10,7 +10,8 @@ from cache_builder.importing.slots import Slots
 from cache_builder.target import describe_target, load_config
 from cache_builder.tokens import describe_tokens, load_template
 from shared.cache import Cache
-from shared.codec import PRESETS, check_chunk_bytes
+from shared.chunk import check_chunk_bytes
+from shared.codec import PRESETS
 from shared.config import differences
 from shared.errors import CacheIncompatibleError
 from shared.spec import CaptureSpec

@@ -7,25 +7,16 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from numcodecs import blosc, zstd
+from numcodecs import zstd
 from torch import Tensor
 from tqdm import tqdm
 
-from shared.codec import (
-    CHUNK_TOKENS,
-    Array,
-    Calibration,
-    Codec,
-    LevelCodec,
-    LosslessCodec,
-    Packed,
-    decode_chunk,
-    encode_chunk,
-)
+from shared.chunk import CHUNK_TOKENS, Array, decode_chunk, encode_chunk
+from shared.codec import Calibration, Codec, LevelCodec, LosslessCodec, Packed
 from tests.bench.states import States
 
 CODECS: dict[str, Codec] = {
@@ -69,7 +60,7 @@ class SpeedRow:
     pack: float
     encode: float
     decode: float
-    """To what is stored: levels, or bit patterns."""
+    """To planes: what the reader hands over, and a device unpacks."""
 
     decode_bfloat16: float
 
@@ -77,13 +68,12 @@ class SpeedRow:
 @contextmanager
 def one_core() -> Iterator[None]:
     """No library takes more than one thread here."""
-    threads = torch.get_num_threads(), blosc.set_nthreads(1)
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(threads[0])
-        blosc.set_nthreads(threads[1])
+        torch.set_num_threads(threads)
 
 
 def normal_tokens(hidden_TLD: Tensor) -> Tensor:
@@ -126,12 +116,20 @@ def calibrated(codec: Codec, states: States) -> Calibration | None:
     return codec.calibrate(states.hidden_TLD[:CALIBRATION_TOKENS])
 
 
-def chunks(levels_TLD: Array) -> Iterator[Array]:
-    """The levels of one sample cut into chunks; the last one is padded, as a shard's is."""
-    for start in range(0, len(levels_TLD), CHUNK_TOKENS):
-        chunk = levels_TLD[start : start + CHUNK_TOKENS]
-        missing = CHUNK_TOKENS - len(chunk)
-        yield np.pad(chunk, ((0, missing), (0, 0), (0, 0))) if missing else chunk
+def chunks(packed: Packed) -> Iterator[tuple[int, int, Array]]:
+    """One sample cut into chunks: plane, first token, bytes. The last ones are padded, as in a
+    shard."""
+    for start in range(0, packed.num_tokens, CHUNK_TOKENS):
+        for plane, plane_TW in enumerate(packed.planes_PTW.numpy()):
+            chunk_CW = plane_TW[start : start + CHUNK_TOKENS]
+            missing = CHUNK_TOKENS - len(chunk_CW)
+            yield plane, start, np.pad(chunk_CW, ((0, missing), (0, 0))) if missing else chunk_CW
+
+
+def buffer_for(packed: Packed) -> Array:
+    """What the chunks of one sample decode into, uint8 [P, T, W] with the padding."""
+    num_planes, num_tokens, width = packed.planes_PTW.shape
+    return np.empty((num_planes, -(-num_tokens // CHUNK_TOKENS) * CHUNK_TOKENS, width), np.uint8)
 
 
 def measure_sizes(states: States) -> list[SizeRow]:
@@ -142,8 +140,7 @@ def measure_sizes(states: States) -> list[SizeRow]:
         for _, hidden_TLD in states.samples:
             packed = codec.pack(hidden_TLD, calibration)
             stored += sum(
-                len(encode_chunk(codec, chunk)[0]) + _CHUNK_OVERHEAD
-                for chunk in chunks(_levels(codec, packed))
+                len(encode_chunk(chunk)[0]) + _CHUNK_OVERHEAD for *_, chunk in chunks(packed)
             )
             outliers.append(packed)
             decoded.append(codec.unpack(packed, calibration))
@@ -187,9 +184,9 @@ def _steps(
 ) -> list[Callable[[], None]]:
     """Pack, encode, decode, decode to bfloat16: each over all samples."""
     packed = [codec.pack(hidden_TLD, calibration) for hidden_TLD in samples]
-    cut = [list(chunks(_levels(codec, own))) for own in packed]
-    encoded = [[encode_chunk(codec, chunk) for chunk in own] for own in cut]
-    buffers = [np.empty((len(own) * CHUNK_TOKENS, *own[0].shape[1:]), own[0].dtype) for own in cut]
+    cut = [list(chunks(own)) for own in packed]
+    encoded = [[(*place, *encode_chunk(chunk)) for *place, chunk in own] for own in cut]
+    buffers = [buffer_for(own) for own in packed]
 
     def pack() -> None:
         for hidden_TLD in samples:
@@ -197,16 +194,16 @@ def _steps(
 
     def encode() -> None:
         for own in cut:
-            for chunk in own:
-                encode_chunk(codec, chunk)
+            for *_, chunk in own:
+                encode_chunk(chunk)
 
     def decode_sample(number: int) -> Packed:
         buffer = buffers[number]
-        for i, (data, crc) in enumerate(encoded[number]):
-            out_CLD = buffer[i * CHUNK_TOKENS : (i + 1) * CHUNK_TOKENS]
-            decode_chunk(codec, np.frombuffer(data, np.uint8), crc, out_CLD, "bench")
-        levels_TLD = torch.from_numpy(buffer[: len(samples[number])].view(codec.packed_dtype))
-        return Packed(levels_TLD, packed[number].outlier_position, packed[number].outlier_bits)
+        for plane, start, data, crc in encoded[number]:
+            out_CW = buffer[plane, start : start + CHUNK_TOKENS]
+            decode_chunk(np.frombuffer(data, np.uint8), crc, out_CW, "bench")
+        planes_PTW = torch.from_numpy(buffer[:, : len(samples[number])])
+        return replace(packed[number], planes_PTW=planes_PTW)
 
     def decode() -> None:
         for number in range(len(samples)):
@@ -217,7 +214,3 @@ def _steps(
             codec.unpack(decode_sample(number), calibration)
 
     return [pack, encode, decode, decode_bfloat16]
-
-
-def _levels(codec: Codec, packed: Packed) -> Array:
-    return packed.levels_TLD.numpy().view(codec.stored_dtype)

@@ -15,21 +15,23 @@ from typing import Any
 
 import numpy as np
 import torch
+from numcodecs import zstd
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cache_builder.commit import publish
 from shared.cache import Cache
-from shared.codec import CHUNK_TOKENS, PRESETS, Codec
+from shared.chunk import CHUNK_TOKENS, CRC_BYTES, encode_chunk
+from shared.codec import PRESETS, Codec
 from shared.shard import GROUP
 from shared.storage import LocalStorage, StoredObject
-from tests.bench.codecs import calibrated, chunks
+from tests.bench.codecs import buffer_for, calibrated, chunks
 from tests.bench.states import States
 from tests.test_shared.made import add_shard, create_cache, make_sample, make_spec
 
-OURS = "ours, balanced to int8 levels"
+OURS = "ours, balanced to levels"
 OURS_BFLOAT16 = "ours, balanced to bf16"
-SMALL = "ours, small to pairs of levels"
+SMALL = "ours, small to levels"
 RAW = "raw bf16, mapped (DeepSpec)"
 CODEC = "limit: codec of balanced alone"
 
@@ -258,17 +260,21 @@ class CodecAlone(Layout):
         self._codec = PRESETS["balanced"]
         self._calibration = calibrated(self._codec, states)
         self._packed = [self._codec.pack(own, self._calibration) for _, own in states.samples]
-        levels = [packed.levels_TLD.numpy() for packed in self._packed]
-        self._chunks = [[self._codec.encode(chunk) for chunk in chunks(own)] for own in levels]
-        num = max(map(len, self._chunks)) * CHUNK_TOKENS
-        self._buffer = np.zeros((num, *levels[0].shape[1:]), np.int8)
+        self._chunks = [
+            [
+                (plane, start, encode_chunk(chunk)[0][:-CRC_BYTES])
+                for plane, start, chunk in chunks(own)
+            ]
+            for own in self._packed
+        ]
+        self._buffer = buffer_for(max(self._packed, key=lambda packed: packed.num_tokens))
         self._ids = [ids for ids, _ in states.samples]
 
     def read(self, number: int) -> tuple[Tensor, Any]:
-        for i, data in enumerate(self._chunks[number]):
-            self._codec.decode(data, self._buffer[i * CHUNK_TOKENS : (i + 1) * CHUNK_TOKENS])
+        for plane, start, data in self._chunks[number]:
+            zstd.decompress(data, self._buffer[plane, start : start + CHUNK_TOKENS])
         ids, packed = self._ids[number], self._packed[number]
-        return ids, replace(packed, levels_TLD=torch.from_numpy(self._buffer[: len(ids)]))
+        return ids, replace(packed, planes_PTW=torch.from_numpy(self._buffer[:, : len(ids)]))
 
     def states(self, read: Any) -> Tensor:
         return self._codec.unpack(read, self._calibration)

@@ -35,7 +35,7 @@ def contents(path: Path) -> Contents:
         stored[sample.sample_id] = (
             sample.token_ids.tobytes(),
             sample.loss_mask.tobytes(),
-            sample.packed.levels_TLD.numpy().tobytes(),
+            sample.packed.planes_PTW.numpy().tobytes(),
             sample.packed.outlier_position.numpy().tobytes(),
             sample.packed.outlier_bits.numpy().tobytes(),
             cache.manifest.sources[cache.index.source[position]],

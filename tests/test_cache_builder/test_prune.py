@@ -268,7 +268,7 @@ def test_older_generations_that_lost_a_shard_say_so(make_case: Callable[..., Cas
     before = reader.read(place)  # this one is open when it goes, and stays readable until closed
     prune(case.config)
     assert reader.read(positions[case.untouched[0]])
-    assert torch.equal(reader.read(place).packed.levels_TLD, before.packed.levels_TLD)
+    assert torch.equal(reader.read(place).packed.planes_PTW, before.packed.planes_PTW)
     for cache, shard_id in ((reader, case.removed), (late, case.removed), (late, case.thinned[0])):
         with pytest.raises(ShardCorruptError, match=r"removed by `cache-builder prune`.*--fresh"):
             cache.read(positions[shard_id])

@@ -1,4 +1,4 @@
-"""Writes the golden caches named: `python -m tests.test_shared.make_golden small-1`.
+"""Writes the golden caches named: `python -m tests.test_shared.make_golden small-2`.
 
 They keep every released format version readable. They are never written again for a version that
 was released; a new version gets directories of its own.
@@ -23,10 +23,10 @@ from tests.test_shared.made import add_shard, create_cache, make_sample, make_sp
 GOLDEN = Path(__file__).parent / "golden"
 
 SHARDS = {
-    "lossless-1": ((65, 3),),
-    "levels-1": ((65, 3), (2,)),
-    "small-1": ((65, 3),),
-    "post-norm-1": ((65, 3),),
+    "lossless-2": ((65, 3),),
+    "levels-2": ((65, 3), (2,)),
+    "small-2": ((65, 3),),
+    "post-norm-2": ((65, 3),),
 }
 """Lengths of the samples, by shard, of each golden cache. A second shard is a second generation."""
 
@@ -35,13 +35,13 @@ OUTLIERS = {(0, 0, 0): 0x46E3, (2, 1, 7): 0x7FC1, (2, 0, 3): 0xFF80}
 
 
 CODECS: dict[str, Codec] = {
-    "lossless-1": LosslessCodec(),
-    "levels-1": LevelCodec(step=1 / 16),
-    "small-1": LevelCodec(step=1 / 2, bits=4),
-    "post-norm-1": LosslessCodec(),
+    "lossless-2": LosslessCodec(),
+    "levels-2": LevelCodec(step=1 / 16),
+    "small-2": LevelCodec(step=1 / 2, bits=4),
+    "post-norm-2": LosslessCodec(),
 }
 FIELDS: dict[str, dict[str, Any]] = {
-    "post-norm-1": {"target_layer_ids": (2,), "last_hidden": "post_norm"}
+    "post-norm-2": {"target_layer_ids": (2,), "last_hidden": "post_norm"}
 }
 """Of the spec, where they are not those of `make_spec`."""
 

@@ -188,7 +188,7 @@ def test_a_cache_that_was_never_published_says_how_to_go_on(cache: Path) -> None
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        pytest.param({"format_version": 2}, "format version 2, this version reads 1", id="version"),
+        pytest.param({"format_version": 1}, "format version 1, this version reads 2", id="version"),
         pytest.param({"format_version": None}, "format version None, this", id="no-version"),
         pytest.param({"format": "other"}, "not a draftcache cache", id="format"),
     ],
@@ -424,10 +424,10 @@ def golden(request: pytest.FixtureRequest) -> Cache:
 
 
 LENGTHS_OF_GOLDEN = {
-    "lossless-1": [65, 3],
-    "levels-1": [65, 3, 2],
-    "small-1": [65, 3],
-    "post-norm-1": [65, 3],
+    "lossless-2": [65, 3],
+    "levels-2": [65, 3, 2],
+    "small-2": [65, 3],
+    "post-norm-2": [65, 3],
 }
 
 
@@ -457,35 +457,38 @@ def test_the_values_of_the_golden_caches_are_these(golden: Cache) -> None:
 
 
 def test_the_levels_and_outliers_of_the_golden_cache_are_apart() -> None:
-    packed = Cache(GOLDEN / "levels-1").read(0).packed
+    packed = Cache(GOLDEN / "levels-2").read(0).packed
     levels = golden_levels(65)
     for place in OUTLIERS:
         levels[place] = 0
-    assert torch.equal(packed.levels_TLD.long(), levels)
+    first, second = (levels % 256).chunk(2, -1)
+    upper, lower = first // 16 + 16 * (second // 16), first % 16 + 16 * (second % 16)
+    assert packed.planes_PTW.tolist() == torch.stack([upper, lower]).flatten(2).tolist()
     positions = [(t * 2 + layer) * 8 + channel for t, layer, channel in OUTLIERS]
     assert packed.outlier_position.tolist() == sorted(positions)
 
 
 def test_the_golden_cache_of_small_has_two_levels_in_a_byte_and_the_rest_beside_them() -> None:
-    packed = Cache(GOLDEN / "small-1").read(0).packed
+    packed = Cache(GOLDEN / "small-2").read(0).packed
     levels = golden_levels(65)
     for place in OUTLIERS:
         levels[place] = 0
     held = levels.abs() <= 7
     lower, upper = levels.where(held, torch.tensor(0)).chunk(2, -1)
-    assert packed.levels_TLD.tolist() == (lower % 16 + 16 * (upper % 16)).tolist()
+    (plane,) = packed.planes_PTW
+    assert plane.tolist() == (lower % 16 + 16 * (upper % 16)).flatten(1).tolist()
     for place in OUTLIERS:
         held[place] = False
     assert packed.outlier_position.tolist() == (~held).flatten().nonzero().squeeze(1).tolist()
 
 
 def test_the_metadata_of_the_golden_caches_are_these() -> None:
-    levels, lossless = (Cache(GOLDEN / name) for name in ("levels-1", "lossless-1"))
+    levels, lossless = (Cache(GOLDEN / name) for name in ("levels-2", "lossless-2"))
     assert levels.spec == make_spec(LevelCodec(step=1 / 16))
     assert lossless.spec == make_spec(LosslessCodec())
-    small = Cache(GOLDEN / "small-1")
+    small = Cache(GOLDEN / "small-2")
     assert small.spec == make_spec(LevelCodec(step=1 / 2, bits=4))
-    post_norm = Cache(GOLDEN / "post-norm-1")
+    post_norm = Cache(GOLDEN / "post-norm-2")
     assert post_norm.spec == make_spec(
         LosslessCodec(), target_layer_ids=(2,), last_hidden="post_norm"
     )
@@ -494,7 +497,7 @@ def test_the_metadata_of_the_golden_caches_are_these() -> None:
     )
     assert lossless.head().readout is None
     assert (levels.manifest.generation, lossless.manifest.generation) == (2, 1)
-    assert len(Cache(GOLDEN / "levels-1", generation=1).index) == 2
+    assert len(Cache(GOLDEN / "levels-2", generation=1).index) == 2
     assert levels.manifest.sources == ("alpha", "beta")
     assert levels.index.source.tolist() == [0, 1, 0]
     assert levels.index.num_supervised.tolist() == [32, 1, 0]
@@ -508,10 +511,10 @@ def test_the_metadata_of_the_golden_caches_are_these() -> None:
 
 
 FINGERPRINTS = {
-    "lossless-1": "d4a6c6fd76ac19086b87a791d2603091f085225b451c720e2be1d825edb3fbc8",
-    "levels-1": "f3aaad027b74d1436be520894238d4bc5c2616d1db62befe7d9a9a6bc62b6f2d",
-    "small-1": "5e5e688e2dbfa24d005417074cf50b5a20767330bcc3057ad60eda52d9337e17",
-    "post-norm-1": "454b3c46736c5861de5f59ec8740c0bcc6957900d615f98f49e2a46a2ce07cb7",
+    "lossless-2": "83ad36511ee08d8c203ac67773594a099009742733fd3abad7417b27f505405b",
+    "levels-2": "02ed1db522af97c6e774b0523b5b50ac431cb4dc4d2af9c53214ae520208e62b",
+    "small-2": "750e7953f7d51db0690d570d104ad9a50033c244f059e49f42c29c43dd27ab0e",
+    "post-norm-2": "2f62462dc020dc3e2bbe1e0c4135d8d9a4c636bbd183554c67b0cd9e249af643",
 }
 
 
@@ -635,9 +638,9 @@ def test_format_md_names_every_file_field_and_array(tiny_cache: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
-        ("lossless-1", '| `{"name": "lossless"}` |'),
-        ("levels-1", '| `{"name": "levels", "step": s}` |'),
-        ("small-1", '| `{"name": "levels", "step": s, "bits": 4}` |'),
+        ("lossless-2", '| `{"name": "lossless"}` |'),
+        ("levels-2", '| `{"name": "levels", "step": s}` |'),
+        ("small-2", '| `{"name": "levels", "step": s, "bits": 4}` |'),
     ],
 )
 def test_the_codec_chains_are_those_of_format_md(name: str, fields: str) -> None:

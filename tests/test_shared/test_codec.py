@@ -5,8 +5,8 @@ T tokens of one sample   L captured layers   D hidden size   C tokens of one chu
 
 import math
 import threading
+from dataclasses import replace
 
-import google_crc32c
 import numpy as np
 import pytest
 import torch
@@ -14,18 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shared.codec import (
+from shared.chunk import (
     CHUNK_TOKENS,
+    check_chunk_bytes,
+    checksum,
+    decode_chunk,
+    encode_chunk,
+)
+from shared.codec import (
     PRESETS,
     Calibration,
     Codec,
     LevelCodec,
     LosslessCodec,
     Packed,
-    check_chunk_bytes,
     codec_from_dict,
-    decode_chunk,
-    encode_chunk,
 )
 from shared.errors import CacheIncompatibleError, ShardCorruptError
 from tests.test_shared.made import CODECS, bits
@@ -47,23 +50,29 @@ def every_bit_pattern() -> Tensor:
     return torch.from_numpy(patterns.view(np.int16)).view(torch.bfloat16)
 
 
-def through_bytes(codec: Codec, packed: Packed) -> Packed:
+def through_bytes(packed: Packed) -> Packed:
     """`packed` encoded and decoded chunk by chunk."""
-    levels = packed.levels_TLD.numpy().view(codec.stored_dtype)
-    decoded = np.empty_like(levels)
-    for start in range(0, len(levels), CHUNK_TOKENS):
-        chunk = slice(start, start + CHUNK_TOKENS)
-        data, crc = encode_chunk(codec, levels[chunk])
-        decode_chunk(codec, np.frombuffer(data, np.uint8), crc, decoded[chunk], "here")
-    return Packed(
-        torch.from_numpy(decoded.view(codec.packed_dtype)),
-        packed.outlier_position,
-        packed.outlier_bits,
-    )
+    planes = packed.planes_PTW.numpy()
+    decoded = np.empty_like(planes)
+    for plane, out in zip(planes, decoded, strict=True):
+        for start in range(0, packed.num_tokens, CHUNK_TOKENS):
+            chunk = slice(start, start + CHUNK_TOKENS)
+            data, crc = encode_chunk(plane[chunk])
+            decode_chunk(np.frombuffer(data, np.uint8), crc, out[chunk], "here")
+    return replace(packed, planes_PTW=torch.from_numpy(decoded))
+
+
+def levels_of(packed: Packed, num_layers: int) -> Tensor:
+    """int64 [T, L, D]: what the bytes of a level codec stand for, bit by bit."""
+    planes = packed.planes_PTW.long().unflatten(-1, (num_layers, -1))
+    halves = torch.cat([planes & 15, planes >> 4], -1)  # [P, T, L, D], unsigned
+    levels = halves[0] if len(halves) == 1 else 16 * halves[0] + halves[1]
+    limit = 16 ** len(halves)
+    return torch.where(levels < limit // 2, levels, levels - limit)
 
 
 def round_trip(codec: Codec, hidden_TLD: Tensor, calibration: Calibration | None) -> Tensor:
-    return codec.unpack(through_bytes(codec, codec.pack(hidden_TLD, calibration)), calibration)
+    return codec.unpack(through_bytes(codec.pack(hidden_TLD, calibration)), calibration)
 
 
 def test_lossless_keeps_every_bit_pattern() -> None:
@@ -90,7 +99,7 @@ def test_the_error_of_levels_is_that_of_a_uniform_quantiser(step: float) -> None
     hidden = hidden.bfloat16()
     calibration = codec.calibrate(hidden)
     packed = codec.pack(hidden, calibration)
-    decoded = calibration.mean_LD + packed.levels_TLD * calibration.step_LD
+    decoded = calibration.mean_LD + levels_of(packed, 2) * calibration.step_LD
     error = (decoded - hidden.float()) / hidden.float().std(0)
     assert error.square().mean().sqrt().item() == pytest.approx(step / math.sqrt(12), rel=0.03)
     assert error.mean().abs() < 0.03 * step
@@ -128,7 +137,7 @@ def test_an_outlier_survives_exactly_and_costs_its_neighbours_nothing(
     hidden[7, 1, 5] = value
     packed = codec.pack(hidden, calibration)
     assert packed.outlier_position.tolist() == [(7 * 2 + 1) * 32 + 5]
-    found = codec.unpack(through_bytes(codec, packed), calibration)
+    found = codec.unpack(through_bytes(packed), calibration)
     assert bits(found)[7, 1, 5] == bits(hidden)[7, 1, 5]
     plain[7, 1, 5] = found[7, 1, 5]
     assert np.array_equal(bits(plain), bits(found))
@@ -156,7 +165,7 @@ def test_blocks_of_a_long_sample_are_packed_as_each_token_alone(codec: LevelCode
     calibration = codec.calibrate(normal(50, 3, 20_000, seed=1))
     packed, size = codec.pack(hidden, calibration), 3 * 20_000
     alone = [codec.pack(token, calibration) for token in hidden.split(1)]
-    assert torch.equal(packed.levels_TLD, torch.cat([own.levels_TLD for own in alone]))
+    assert torch.equal(packed.planes_PTW, torch.cat([own.planes_PTW for own in alone], 1))
     positions = [own.outlier_position + i * size for i, own in enumerate(alone)]
     assert torch.equal(packed.outlier_position, torch.cat(positions))
     assert {1, 2 * size + 39_999, 4 * size + 40_000} <= set(packed.outlier_position.tolist())
@@ -172,18 +181,44 @@ def test_two_levels_of_four_bits_share_a_byte() -> None:
     calibration = Calibration(torch.zeros(1, 6), torch.ones(1, 6))
     hidden = torch.tensor([[[7.0, -7.0, -1.0, 0.0, 3.0, -5.0]]]).bfloat16()
     packed = codec.pack(hidden, calibration)
-    assert packed.levels_TLD.tolist() == [[[0x07, 0x39, 0xBF]]]
+    assert packed.planes_PTW.tolist() == [[[0x07, 0x39, 0xBF]]]
     assert torch.equal(codec.unpack(packed, calibration), hidden)
     hidden[0, 0, 0], hidden[0, 0, 4] = 8.0, -8.0
     packed = codec.pack(hidden, calibration)
     assert packed.outlier_position.tolist() == [0, 4]
-    assert packed.levels_TLD.tolist() == [[[0x00, 0x09, 0xBF]]]
+    assert packed.planes_PTW.tolist() == [[[0x00, 0x09, 0xBF]]]
     assert torch.equal(codec.unpack(packed, calibration), hidden)
 
 
-def test_channels_that_do_not_pair_are_refused_by_name() -> None:
+def test_levels_of_eight_bits_lie_in_two_planes() -> None:
+    """Upper halves in the first, lower ones in the second, channels paired as with 4 bits."""
+    codec = LevelCodec(step=1 / 16)
+    calibration = Calibration(torch.zeros(1, 4), torch.ones(1, 4))
+    hidden = torch.tensor([[[0x57, -1.0, 127.0, -127.0]]]).bfloat16()  # 57 FF 7F 81
+    packed = codec.pack(hidden, calibration)
+    assert packed.planes_PTW.tolist() == [[[0x75, 0x8F]], [[0xF7, 0x1F]]]
+    assert levels_of(packed, 1).tolist() == [[[0x57, -1, 127, -127]]]
+    assert torch.equal(codec.unpack(packed, calibration), hidden)
+    hidden[0, 0, 1] = -128.0
+    packed = codec.pack(hidden, calibration)
+    assert packed.outlier_position.tolist() == [1]
+    assert packed.planes_PTW.tolist() == [[[0x75, 0x80]], [[0xF7, 0x10]]]
+
+
+def test_exponents_and_the_rest_of_lossless_states_lie_in_planes_by_layer() -> None:
+    codec = LosslessCodec()
+    patterns = np.array([[[0xC3F5, 0x0001], [0x8000, 0x7FFF]]], np.uint16)
+    hidden = torch.from_numpy(patterns.view(np.int16)).view(torch.bfloat16)
+    packed = codec.pack(hidden, None)
+    assert packed.planes_PTW.tolist() == [
+        [[0x87, 0x00]], [[0x00, 0xFF]], [[0xF5, 0x01]], [[0x80, 0x7F]]
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", LEVELS)
+def test_channels_that_do_not_pair_are_refused_by_name(preset: str) -> None:
     with pytest.raises(CacheIncompatibleError, match=r"in pairs, the target has 33.*codec\.preset"):
-        check_chunk_bytes(PRESETS["small"], 5, 33)
+        check_chunk_bytes(PRESETS[preset], 5, 33)
 
 
 def test_a_massive_token_does_not_widen_the_steps() -> None:
@@ -231,28 +266,29 @@ def test_states_that_are_all_zero_calibrate_to_positive_steps() -> None:
 
 @each_codec
 def test_the_same_states_give_the_same_bytes_in_any_thread(codec: Codec) -> None:
-    levels = codec.pack(normal(CHUNK_TOKENS, 4, 512), codec.calibrate(normal(500, 4, 512)))
-    chunk = levels.levels_TLD.numpy().view(codec.stored_dtype)
+    packed = codec.pack(normal(CHUNK_TOKENS, 4, 512), codec.calibrate(normal(500, 4, 512)))
+    chunk = packed.planes_PTW[0].numpy()
     found: list[tuple[bytes, int]] = []
-    thread = threading.Thread(target=lambda: found.append(encode_chunk(codec, chunk)))
+    thread = threading.Thread(target=lambda: found.append(encode_chunk(chunk)))
     thread.start()
     thread.join()
-    assert found == [encode_chunk(codec, chunk.copy())]
+    assert found == [encode_chunk(chunk.copy())]
 
 
-@pytest.mark.parametrize(("step", "width"), [(1 / 16, 8), (1 / 8, 8), (1 / 4, 8), (1 / 2, 4)])
+@pytest.mark.parametrize(("step", "width"), [(1 / 32, 8), (1 / 16, 8), (1 / 2, 4)])
 def test_levels_of_normal_values_take_the_bits_that_theory_says(step: float, width: int) -> None:
     codec = LevelCodec(step=step, bits=width)
     hidden = normal(CHUNK_TOKENS, 4, 512)
     packed = codec.pack(hidden, codec.calibrate(normal(1000, 4, 512, seed=1)))
-    size = len(encode_chunk(codec, packed.levels_TLD.numpy())[0])
+    size = sum(len(encode_chunk(plane)[0]) for plane in packed.planes_PTW.numpy())
     assert 8 * size / hidden.numel() == pytest.approx(2.05 + math.log2(1 / step), rel=0.03)
 
 
 def test_lossless_stores_normal_values_in_the_share_of_the_study() -> None:
-    chunk = bits(normal(CHUNK_TOKENS, 4, 2048)).view("<u2")
-    size = len(encode_chunk(LosslessCodec(), chunk)[0])
-    assert 0.64 < size / chunk.nbytes < 0.72
+    hidden = normal(CHUNK_TOKENS, 4, 2048)
+    planes = LosslessCodec().pack(hidden, None).planes_PTW.numpy()
+    size = sum(len(encode_chunk(plane)[0]) for plane in planes)
+    assert 0.64 < size / hidden.nbytes < 0.72
 
 
 @each_codec
@@ -261,10 +297,11 @@ def test_a_sample_of_no_special_shape_round_trips(codec: Codec, num_layers: int)
     hidden = normal(130, num_layers, 24)
     calibration = codec.calibrate(hidden)
     packed = codec.pack(hidden, calibration)
-    assert packed.levels_TLD.shape == (130, num_layers, codec.stored_width(24))
-    assert packed.levels_TLD.numpy().itemsize == codec.stored_dtype.itemsize
+    num_planes, width = codec.plane_shape(num_layers, 24)
+    assert packed.planes_PTW.shape == (num_planes, 130, width)
+    assert packed.planes_PTW.dtype == torch.uint8
     assert packed.values_per_token == num_layers * 24
-    assert torch.equal(through_bytes(codec, packed).levels_TLD, packed.levels_TLD)
+    assert torch.equal(through_bytes(packed).planes_PTW, packed.planes_PTW)
 
 
 @each_codec
@@ -277,16 +314,15 @@ def test_states_that_are_not_contiguous_are_packed_as_if_they_were(codec: Codec)
         calibration = codec.calibrate(hidden)
         found = codec.pack(hidden, calibration)
         expected = codec.pack(hidden.contiguous(), calibration)
-        for name in ("levels_TLD", "outlier_position", "outlier_bits"):
+        for name in ("planes_PTW", "outlier_position", "outlier_bits"):
             assert torch.equal(getattr(found, name), getattr(expected, name))
 
 
 def stored_chunk(codec: Codec) -> tuple[bytes, int, np.ndarray]:
     """One stored chunk, its checksum, and an array to decode it into."""
     hidden = normal(CHUNK_TOKENS, 2, 16)
-    levels = codec.pack(hidden, codec.calibrate(hidden)).levels_TLD.numpy()
-    levels = levels.view(codec.stored_dtype)
-    return *encode_chunk(codec, levels), np.empty_like(levels)
+    plane = codec.pack(hidden, codec.calibrate(hidden)).planes_PTW[0].numpy()
+    return *encode_chunk(plane), np.empty_like(plane)
 
 
 @each_codec
@@ -299,7 +335,7 @@ def test_a_flipped_bit_anywhere_in_a_chunk_is_found(codec: Codec) -> None:
         damaged = bytearray(data)
         damaged[bit // 8] ^= 1 << bit % 8
         with pytest.raises(ShardCorruptError, match=r"^shard 7, chunk 3: checksum differs"):
-            decode_chunk(codec, np.frombuffer(damaged, np.uint8), crc, out, "shard 7, chunk 3")
+            decode_chunk(np.frombuffer(damaged, np.uint8), crc, out, "shard 7, chunk 3")
 
     check()
 
@@ -309,29 +345,27 @@ def test_a_chunk_cut_short_or_run_on_is_found(codec: Codec) -> None:
     data, crc, out = stored_chunk(codec)
     for damaged in (b"", data[:3], data[:4], data[:-1], data[1:], data + b"\0", data[-4:]):
         with pytest.raises(ShardCorruptError):
-            decode_chunk(codec, np.frombuffer(damaged, np.uint8), crc, out, "here")
+            decode_chunk(np.frombuffer(damaged, np.uint8), crc, out, "here")
 
 
 @each_codec
 def test_an_intact_chunk_in_the_place_of_another_is_found(codec: Codec) -> None:
     data, _, out = stored_chunk(codec)
-    _, other_crc = encode_chunk(codec, np.ones_like(out))
+    _, other_crc = encode_chunk(np.ones_like(out))
     with pytest.raises(ShardCorruptError, match="checksum differs"):
-        decode_chunk(codec, np.frombuffer(data, np.uint8), other_crc, out, "here")
+        decode_chunk(np.frombuffer(data, np.uint8), other_crc, out, "here")
 
 
 @each_codec
 def test_bytes_with_a_right_checksum_that_are_no_chunk_are_refused(codec: Codec) -> None:
     _, _, out = stored_chunk(codec)
-    larger, crc = encode_chunk(codec, np.zeros((2 * len(out), *out.shape[1:]), out.dtype))
+    larger, crc = encode_chunk(np.zeros((2 * len(out), *out.shape[1:]), out.dtype))
     with pytest.raises(ShardCorruptError, match="here: does not decode"):
-        decode_chunk(codec, np.frombuffer(larger, np.uint8), crc, out, "here")
+        decode_chunk(np.frombuffer(larger, np.uint8), crc, out, "here")
     noise = b"no frame of any compressor"
-    crc = google_crc32c.value(noise)
+    crc = checksum(noise)
     with pytest.raises(ShardCorruptError, match="here: does not decode"):
-        decode_chunk(
-            codec, np.frombuffer(noise + crc.to_bytes(4, "little"), np.uint8), crc, out, "here"
-        )
+        decode_chunk(np.frombuffer(noise + crc.to_bytes(4, "little"), np.uint8), crc, out, "here")
 
 
 @each_codec
@@ -375,8 +409,8 @@ def test_levels_of_another_width_are_refused(width: int) -> None:
 @each_codec
 def test_a_chunk_that_the_compressors_cannot_take_is_refused_with_its_size(codec: Codec) -> None:
     check_chunk_bytes(codec, 80, 65_536)  # larger than any model
-    per_element = CHUNK_TOKENS * codec.stored_dtype.itemsize
-    per_channel = 2 if codec.stored_width(2) == 1 else 1
+    per_element = CHUNK_TOKENS
+    per_channel = 2 // codec.plane_shape(1, 2)[1]
     largest = (2**31 - 1 - 2**20) // per_element
     check_chunk_bytes(codec, 1, largest * per_channel)
     size, channels = (largest + 1) * per_element, (largest + 1) * per_channel

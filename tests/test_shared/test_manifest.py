@@ -69,9 +69,9 @@ def test_shard_ids_of_a_manifest_are_sorted() -> None:
 def test_another_version_is_refused_before_anything_else(document: Document) -> None:
     with pytest.raises(
         CacheIncompatibleError,
-        match=r"^here: format version 2, this version reads 1\. Use the version of draftcache",
+        match=r"^here: format version 1, this version reads 2\. Use the version of draftcache",
     ):
-        type(document).from_dict({"format_version": 2, "new_field": True}, "here")
+        type(document).from_dict({"format_version": 1, "new_field": True}, "here")
 
 
 @each

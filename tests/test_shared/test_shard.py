@@ -1,6 +1,7 @@
 """Shards: what is written comes back, through this reader and through any other, or not at all."""
 
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -43,7 +44,7 @@ from tests.test_shared.made import (
 
 SHARD = "0001-00000"
 OTHER = "0001-00001"
-CORE_CODECS = {"sharding_indexed", "transpose", "bytes", "blosc", "zstd", "crc32c"}
+CORE_CODECS = {"sharding_indexed", "bytes", "zstd", "crc32c"}
 
 Shard = tuple[Path, CaptureSpec, ShardRecord]
 WriteShard = Callable[..., ShardRecord]
@@ -103,7 +104,7 @@ def test_a_sample_comes_back_as_it_was_written(shard: Shard, row: int) -> None:
     assert sample.sample_id == written.sample_id
     assert np.array_equal(sample.token_ids, written.token_ids)
     assert np.array_equal(sample.loss_mask, written.loss_mask)
-    for name in ("levels_TLD", "outlier_position", "outlier_bits"):
+    for name in ("planes_PTW", "outlier_position", "outlier_bits"):
         assert torch.equal(getattr(sample.packed, name), getattr(written.packed, name))
     found = unpack(spec, sample)
     if spec.codec["name"] == "lossless":
@@ -155,13 +156,13 @@ def test_plain_zarr_reads_the_same_arrays(shard: Shard) -> None:
         assert found.dtype == values.dtype == SMALL_ARRAYS[name]
         assert np.array_equal(found, values)
     states, starts = group[STATES], group["sample_starts"][...]
-    assert states.dtype == spec.build_codec().stored_dtype
+    assert states.dtype == np.uint8
     for row, length in enumerate(LENGTHS):
-        levels = reader.read(row).packed.levels_TLD.numpy().view(states.dtype)
-        assert levels.shape[1:] == states.shape[1:]
+        planes = reader.read(row).packed.planes_PTW.numpy()
+        assert planes.shape == (states.shape[0], length, states.shape[2])
         assert starts[row] % 64 == 0
-        assert np.array_equal(states[starts[row] : starts[row] + length], levels)
-        padding = states[starts[row] + length : starts[row] + -(-length // 64) * 64]
+        assert np.array_equal(states[:, starts[row] : starts[row] + length], planes)
+        padding = states[:, starts[row] + length : starts[row] + -(-length // 64) * 64]
         assert not padding.any()
 
 
@@ -169,7 +170,7 @@ def test_the_group_says_what_its_states_are(shard: Shard) -> None:
     path, spec, _ = shard
     assert dict(zarr.open_group(str(path / GROUP / SHARD), mode="r").attrs) == {
         "format": "draftcache",
-        "format_version": 1,
+        "format_version": 2,
         "shard_id": SHARD,
         "fingerprint": spec.fingerprint,
         "logical_dtype": "bfloat16",
@@ -193,15 +194,14 @@ def codec_names(node: Any) -> set[str]:
 
 
 def test_every_array_needs_core_codecs_only(shard: Shard) -> None:
-    path, spec, _ = shard
+    path, _, _ = shard
     documents = sorted((path / GROUP).rglob("zarr.json"))
     assert len(documents) == 2 + len(SMALL_ARRAYS) + 1
     found = set()
     for document in documents:
         assert "numcodecs" not in document.read_text()
         found |= codec_names(json.loads(document.read_text()))
-    unused = {"transpose", "blosc"} if spec.codec["name"] == "levels" else set()
-    assert found == CORE_CODECS - unused
+    assert found == CORE_CODECS
 
 
 class CountingStorage(LocalStorage):
@@ -238,8 +238,8 @@ def test_reading_a_sample_touches_its_own_bytes_only(shard: Shard) -> None:
     reader = ShardReader(storage, record, spec)
     states = f"{GROUP}/{SHARD}/{STATES_OBJECT}"
     total = record.files[STATES_OBJECT].size
-    num_chunks = sum(-(-n // 64) for n in LENGTHS)
-    index_bytes = 16 * num_chunks + 4
+    num_planes, _ = spec.build_codec().plane_shape(2, 8)
+    index_bytes = 16 * num_planes * sum(-(-n // 64) for n in LENGTHS) + 4
     assert storage.ranges == [(states, total - index_bytes, index_bytes)]
     assert not any(key == states for key in storage.whole)
     storage.ranges.clear()
@@ -286,21 +286,21 @@ def test_threads_that_share_a_reader_get_their_own_samples(
     """Each has its own buffers; what one has read stays as it is when it reads the next."""
     record = write_shard(tmp_path, spec)
     reader = open_shard(tmp_path, spec, record)
-    expected = [reader.read(row).packed.levels_TLD.clone() for row in range(len(LENGTHS))]
+    expected = [reader.read(row).packed.planes_PTW.clone() for row in range(len(LENGTHS))]
     rows = np.random.default_rng(0).permutation(np.repeat(np.arange(len(LENGTHS)), 40)).tolist()
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda row: reader.read(row).packed.levels_TLD, rows))
+        found = list(pool.map(lambda row: reader.read(row).packed.planes_PTW, rows))
     for row, levels in zip(rows, found, strict=True):
         assert torch.equal(levels, expected[row])
 
 
 def _digest_of_a_sample(reader: ShardReader, row: int, sender: Any) -> None:
-    sender.send(reader.read(row).packed.levels_TLD.numpy().tobytes())
+    sender.send(reader.read(row).packed.planes_PTW.numpy().tobytes())
 
 
 def test_a_forked_process_may_go_on_with_an_open_reader(shard: Shard) -> None:
     reader = open_shard(*shard)
-    expected = [reader.read(row).packed.levels_TLD.numpy().tobytes() for row in range(5)]
+    expected = [reader.read(row).packed.planes_PTW.numpy().tobytes() for row in range(5)]
     context = multiprocessing.get_context("fork")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads
@@ -311,7 +311,7 @@ def test_a_forked_process_may_go_on_with_an_open_reader(shard: Shard) -> None:
         ]
         for process in processes:
             process.start()
-    assert reader.read(1).packed.levels_TLD.numpy().tobytes() == expected[1]
+    assert reader.read(1).packed.planes_PTW.numpy().tobytes() == expected[1]
     found = [receiver.recv() for receiver, _ in pipes]
     for process in processes:
         process.join()
@@ -325,8 +325,7 @@ def test_reading_takes_the_memory_of_one_sample(
     record = write_shard(tmp_path, spec, (128,) * 40)
     reader = open_shard(tmp_path, spec, record)
     reader.read(0)
-    codec = spec.build_codec()
-    raw = 128 * spec.num_captured * codec.stored_width(64) * codec.stored_dtype.itemsize
+    raw = 128 * math.prod(spec.build_codec().plane_shape(spec.num_captured, 64))
     tracemalloc.start()
     for row in range(40):
         reader.read(row)
@@ -368,11 +367,9 @@ def test_a_shard_whose_samples_were_all_quarantined_is_empty_and_opens(
     record = add_shard(tmp_path, spec, SHARD, [], calibration=name, quarantined=reasons)
     assert record.quarantined == reasons
     assert len(open_shard(tmp_path, spec, record)) == 0
-    assert zarr.open_group(str(tmp_path / GROUP / SHARD), mode="r")[STATES].shape == (
-        0,
-        2,
-        spec.build_codec().stored_width(8),
-    )
+    num_planes, width = spec.build_codec().plane_shape(2, 8)
+    states = zarr.open_group(str(tmp_path / GROUP / SHARD), mode="r")[STATES]
+    assert states.shape == (num_planes, 0, width)
 
 
 def test_a_row_that_is_not_there_is_an_error(shard: Shard) -> None:
@@ -391,8 +388,8 @@ def test_samples_that_do_not_fit_together_are_refused(tmp_path: Path, spec: Capt
     with pytest.raises(ValueError, match="must be equal and positive"):
         writer.add(make_sample(spec, make_states(spec, 5)[:0]))
     wider = make_spec(spec.build_codec(), hidden_size=16)
-    found, expected = (spec.build_codec().stored_width(size) for size in (16, 8))
-    message = rf"states of shape \(5, 2, {found}\), expected \(5, 2, {expected}\)"
+    (planes, found), (_, expected) = (spec.build_codec().plane_shape(2, n) for n in (16, 8))
+    message = f"{planes} planes of {found} bytes a token, expected {planes} of {expected}$"
     with pytest.raises(ValueError, match=message):
         writer.add(make_sample(wider, make_states(wider, 5)))
     writer.close()
@@ -489,7 +486,8 @@ def test_a_flipped_bit_anywhere_in_the_states_is_found(
     record = write_shard(tmp_path, spec, (70, 3))
     path = tmp_path / GROUP / SHARD / STATES_OBJECT
     intact = path.read_bytes()
-    index_bytes = 16 * 3 + 4
+    num_planes, _ = spec.build_codec().plane_shape(2, 8)
+    index_bytes = 16 * 3 * num_planes + 4
     places = [
         *range(0, len(intact) - index_bytes, 11),
         *range(len(intact) - index_bytes, len(intact)),
@@ -520,7 +518,7 @@ def test_an_index_that_leaves_chunks_out_is_found(
     record = write_shard(tmp_path, spec, (70, 3))
     path = tmp_path / GROUP / SHARD / STATES_OBJECT
     states = zarr.open_array(str(path.parents[3]), mode="r+")
-    states[64:128] = 0  # zarr drops a chunk of fill values from the index
+    states[:, 64:128] = 0  # zarr drops a chunk of fill values from the index
     assert path.stat().st_size < record.files[STATES_OBJECT].size
     refuses(tmp_path, spec, record)
     grown = replace(record.files[STATES_OBJECT], size=path.stat().st_size)
@@ -583,7 +581,8 @@ def test_samples_swapped_inside_a_shard_are_found(tmp_path: Path, spec: CaptureS
     record = add_shard(tmp_path, spec, SHARD, samples, calibration=calibration)
     path = tmp_path / GROUP / SHARD / STATES_OBJECT
     data = path.read_bytes()
-    half = (len(data) - 36) // 2
+    num_planes, _ = spec.build_codec().plane_shape(2, 8)
+    half = (len(data) - 32 * num_planes - 4) // 2
     path.write_bytes(data[half : 2 * half] + data[:half] + data[2 * half :])
     refuses(tmp_path, spec, record)
 

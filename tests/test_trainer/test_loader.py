@@ -49,7 +49,7 @@ def same(left: Batch, right: Batch) -> bool:
         for a, b in [
             (left.token_ids_S, right.token_ids_S),
             (left.anchor_A, right.anchor_A),
-            (left.packed.levels_TLD, right.packed.levels_TLD),
+            (left.packed.planes_PTW, right.packed.planes_PTW),
             (left.packed.outlier_position, right.packed.outlier_position),
         ]
     )
