@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shared.errors import CacheIncompatibleError
 
-_BLOCK_VALUES = 1 << 16
+_BLOCK_VALUES = 1 << 17
 """What a CPU packs or unpacks at a time, so that intermediate values never leave its cache:
 two to three times faster than one pass over all of them. A GPU takes all at once."""
 

@@ -1,7 +1,5 @@
 """Reading one shard by sample: every byte is checked, and only those of the sample are read."""
 
-from itertools import pairwise
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -12,7 +10,6 @@ from shared.codec import Packed
 from shared.errors import ShardCorruptError
 from shared.files import sha256_bytes
 from shared.manifest import ShardRecord
-from shared.scratch import Scratch
 from shared.shard import (
     GROUP,
     INDEX_ENTRY,
@@ -25,9 +22,6 @@ from shared.shard import (
 )
 from shared.spec import CaptureSpec
 from shared.storage import OpenObject, Storage
-
-_stored = Scratch()
-"""Encoded bytes of the sample that a thread is reading."""
 
 
 class ShardReader:
@@ -68,16 +62,15 @@ class ShardReader:
         last = first + num_tokens // step * num_planes
         bounds = self._bounds[first : last + 1].tolist()
         crcs = arrays["chunk_crc32c"][first:last].tolist()
-        data = _stored.array((bounds[-1] - bounds[0],))
-        self._open_states().read_into(data.data, bounds[0])
+        where = f"{self._storage}: shard {self.record.shard_id}, sample {row}, chunk"
         planes_PTW = np.empty((num_planes, num_tokens, width), np.uint8)
-        for i, (from_, to) in enumerate(pairwise(bounds)):
+        for i, data in enumerate(self._open_states().pieces(bounds)):
             start, plane = i // num_planes * step, i % num_planes
             decode_chunk(
-                data[from_ - bounds[0] : to - bounds[0]],
+                data,
                 crcs[i],
                 planes_PTW[plane, start : start + step],
-                f"{self._storage}: shard {self.record.shard_id}, sample {row}, chunk {first + i}",
+                f"{where} {first + i}",
             )
         from_, to = arrays["outlier_offsets"][row : row + 2].tolist()
         return StoredSample(

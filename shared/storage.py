@@ -4,9 +4,14 @@ Keys are paths inside the cache. What is put is whole or absent, and durable whe
 """
 
 import os
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from shared.errors import CacheError, CacheLockedError, ShardCorruptError
 from shared.files import (
@@ -21,6 +26,15 @@ from shared.files import (
     writing,
 )
 from shared.location import Location, S3Url
+from shared.scratch import Scratch
+
+Bytes = npt.NDArray[np.uint8]
+
+_READ_BYTES = 1 << 20
+"""What is read of a file at a time."""
+
+_read = Scratch()
+"""What a thread has read last of a file."""
 
 
 class OpenObject(Protocol):
@@ -31,6 +45,13 @@ class OpenObject(Protocol):
 
         Raises:
             ShardCorruptError: it is missing, cannot be read or ends earlier.
+        """
+
+    def pieces(self, bounds: Sequence[int]) -> Iterator[Bytes]:
+        """The bytes from each of `bounds` to the next, uint8, in order.
+
+        A piece is the caller's until it asks for the next one. Raises ShardCorruptError, as
+        `read_into`.
         """
 
 
@@ -262,6 +283,24 @@ class StoredObject:
             raise ShardCorruptError(f"{self._name}: {_why(error)}") from error
         if done != len(buffer):
             raise ends_early(self._name, len(buffer), start, done)
+
+    def pieces(self, bounds: Sequence[int]) -> Iterator[Bytes]:
+        """Some at a time, so that they are still in the processor's cache when they are decoded.
+
+        The system is told of the others: it fetches them from the disk meanwhile.
+        """
+        last, size = len(bounds) - 1, bounds[-1] - bounds[0]
+        if size > _READ_BYTES and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._descriptor, bounds[0], size, os.POSIX_FADV_WILLNEED)
+        first = 0
+        while first < last:
+            base = bounds[first]
+            end = max(bisect_right(bounds, base + _READ_BYTES) - 1, first + 1)
+            data = _read.array((bounds[end] - base,))
+            self.read_into(data.data, base)
+            for from_, to in pairwise(bounds[first : end + 1]):
+                yield data[from_ - base : to - base]
+            first = end
 
 
 def _sync_parents(paths: Iterable[Path]) -> None:
