@@ -4,15 +4,18 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: see the Makefile
 
 import click
 
 from shared.memory import keep_freed_memory
+from tests.bench.capture import BARE, CaptureRow, measure_capture
 from tests.bench.codecs import (
     Errors,
     SizeRow,
@@ -28,15 +31,33 @@ from tests.bench.states import States, demo_states, random_states, widened
 from tests.conftest import REPOSITORY
 
 DIRECTORY = REPOSITORY / ".demo" / "bench"
+PART_NAMES = ("store", "capture")
 
 
 @click.command()
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--quick", is_flag=True, help="A quarter of the tokens, fewer rounds: one minute.")
-def main(json_path: Path | None, quick: bool) -> None:
-    """Measure codecs and read speed on states of the demo target."""
+@click.option("--quick", is_flag=True, help="A quarter of the tokens, fewer rounds: two minutes.")
+@click.option("--only", type=click.Choice(PART_NAMES), help="Codecs and reads, or stage one.")
+def main(json_path: Path | None, quick: bool, only: str | None) -> None:
+    """Measure codecs, read speed and capture on the demo target."""
     keep_freed_memory()
     began, loads = time.perf_counter(), [os.getloadavg()[0]]
+    facts: dict[str, Any] = {}
+    for name, part in zip(PART_NAMES, (measure_store, measure_stage_one), strict=True):
+        if only in (None, name):
+            facts |= part(quick)
+    loads.append(os.getloadavg()[0])
+    click.echo(
+        f"{time.perf_counter() - began:.0f} s. Load of the machine, {os.cpu_count()} cores: "
+        f"{loads[0]:.1f} at the start, {loads[1]:.1f} at the end; above 1 at the start the rates "
+        "are too low, and their ratios count"
+    )
+    if json_path is not None:
+        json_path.write_text(json.dumps({"load": loads, **facts}, indent=1) + "\n")
+
+
+def measure_store(quick: bool) -> dict[str, Any]:
+    """Codecs and layouts; prints their tables."""
     real = demo_states(DIRECTORY, 5_000 if quick else 20_000)
     models = [real, *random_states()]
     wide = widened(real)
@@ -57,34 +78,39 @@ def main(json_path: Path | None, quick: bool) -> None:
         click.echo(speed_table(states, rows))
     for states, rows in zip((real, wide), reads, strict=True):
         click.echo(read_table(states, rows))
-    loads.append(os.getloadavg()[0])
-    click.echo(
-        f"{time.perf_counter() - began:.0f} s. Load of the machine, {os.cpu_count()} cores: "
-        f"{loads[0]:.1f} at the start, {loads[1]:.1f} at the end; above 1 the rates are too low, "
-        "and their ratios count"
-    )
-    if json_path is not None:
-        facts = {
-            "load": loads,
-            "noise": {states.name: asdict(own) for states, own in zip(models, noises, strict=True)},
-            "sizes": [asdict(row) for rows in sizes for row in rows],
-            "speeds": [asdict(row) for rows in speeds for row in rows],
-            "reads": {
-                states.name: [asdict(row) for row in rows]
-                for states, rows in zip((real, wide), reads, strict=True)
-            },
-        }
-        json_path.write_text(json.dumps(facts, indent=1) + "\n")
+    return {
+        "noise": {states.name: asdict(own) for states, own in zip(models, noises, strict=True)},
+        "sizes": [asdict(row) for rows in sizes for row in rows],
+        "speeds": [asdict(row) for rows in speeds for row in rows],
+        "reads": {
+            states.name: [asdict(row) for row in rows]
+            for states, rows in zip((real, wide), reads, strict=True)
+        },
+    }
+
+
+def measure_stage_one(quick: bool) -> dict[str, Any]:
+    """Ways to capture; prints their table."""
+    with _scratch("capture") as directory:
+        rows = measure_capture(directory, num_rows=40 if quick else 100, rounds=1 if quick else 3)
+    click.echo(capture_table(rows))
+    return {"capture": [asdict(row) for row in rows]}
+
+
+@contextmanager
+def _scratch(name: str) -> Iterator[Path]:
+    directory = DIRECTORY / name
+    shutil.rmtree(directory, ignore_errors=True)  # of a run that was killed
+    directory.mkdir(parents=True)
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory)
 
 
 def _read(states: States, *, rounds: int, cold: int) -> list[ReadRow]:
-    scratch = DIRECTORY / "layouts"
-    shutil.rmtree(scratch, ignore_errors=True)  # of a run that was killed
-    scratch.mkdir(parents=True)
-    try:
-        return measure_reads(states, scratch, rounds=rounds, cold_rounds=cold)
-    finally:
-        shutil.rmtree(scratch)
+    with _scratch("layouts") as directory:
+        return measure_reads(states, directory, rounds=rounds, cold_rounds=cold)
 
 
 def size_table(states: States, floor: Errors, rows: Sequence[SizeRow]) -> str:
@@ -159,6 +185,25 @@ def read_table(states: States, rows: Sequence[ReadRow]) -> str:
             f"thread, {overlapped:.2f} GB/s per core where reading and decoding overlap\n"
         )
     return text
+
+
+def capture_table(rows: Sequence[CaptureRow]) -> str:
+    bare = {row.num_workers: row.tokens_per_second for row in rows if row.way == BARE}
+    return _table(
+        "Stage one: tokens/s of SmolLM2-135M in bfloat16, one thread a worker, the same samples "
+        "and padded tokens a batch",
+        ["way", "workers", "tokens/s", "over forward alone", "fill"],
+        [
+            [
+                row.way,
+                str(row.num_workers),
+                f"{row.tokens_per_second:,.0f}",
+                f"{row.tokens_per_second / bare[row.num_workers]:.3f}",
+                f"{row.fill:.2f}",
+            ]
+            for row in rows
+        ],
+    )
 
 
 def _described(states: States) -> str:
