@@ -103,7 +103,7 @@ check: $(VENV)/installed-dev ## Formatting, lint, types, import boundaries
 	$(BIN)/lint-imports
 
 test: check $(DEMO) ## Pass the tests (and `make check`)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 bench: $(VENV)/installed-dev $(DEMO) ## Measure codecs and read speed on real states
 	$(BIN)/python -m tests.bench

@@ -11,6 +11,8 @@ import pytest
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: see the Makefile
 os.environ["HF_HUB_OFFLINE"] = "1"
+if "PYTEST_XDIST_WORKER" in os.environ:  # the other workers take the other cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from cache_builder.build import build
 from cache_builder.config import (
