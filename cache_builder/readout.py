@@ -20,7 +20,13 @@ TOLERANCE = 0.02
 """Relative L2 by which logits may differ: the head is bfloat16, whatever the target is."""
 
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-_SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier")
+_SCALES = (
+    "logits_scaling",
+    "logit_scale",
+    "lm_head_multiplier",
+    "output_multiplier",
+    "logits_mup_width_multiplier",
+)
 """Fields of configs. One name divides in one model and multiplies in the next."""
 
 

@@ -243,7 +243,7 @@ class Target:
         sample sees its padding or its batch mates; no attention mask is needed then.
 
         Raises:
-            TargetError: the model gave other rows than tokens.
+            TargetError: the model gave other states than one of its hidden size for each token.
         """
         longest = max(len(ids) for ids in token_ids)
         batch = torch.zeros((len(token_ids), longest), dtype=torch.int64)
@@ -254,12 +254,14 @@ class Target:
             self._decoder.module(input_ids=batch.to(self.device), use_cache=False)
         layers = (*self._layer_ids, *[_LAST] * (self._last_hidden != "none"))
         states = [self._states.pop(layer) for layer in layers]
+        expected = [*batch.shape, self._model.config.get_text_config().hidden_size]
         for layer, state in zip(layers, states, strict=True):
-            if state.shape[:2] != batch.shape:
+            if list(state.shape) != expected:
                 name = "the final norm" if layer == _LAST else f"block {layer}"
                 raise TargetError(
-                    f"{name} gave states of shape {list(state.shape)} for ids of shape "
-                    f"{list(batch.shape)}: a row per token was expected."
+                    f"{type(self._model).__name__}: {name} gave states of shape "
+                    f"{list(state.shape)}, expected {expected} (samples, tokens, hidden_size). "
+                    "A drafter needs one state a token: take another target."
                 )
         return [
             torch.stack([state[row, : len(ids)] for state in states], dim=1).to(torch.bfloat16)

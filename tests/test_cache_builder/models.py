@@ -3,7 +3,7 @@
 Paths are written down here and not found, so that a tap on a wrong module shows.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -57,6 +57,9 @@ class Architecture:
 
     wrapper: dict[str, Any] = field(default_factory=dict)
     """Other keys of the wrapper's configuration."""
+
+    whole: str = ""
+    """Path of what makes logits of ids alone, where the wrapper itself does not."""
 
     name: str = ""
 
@@ -264,6 +267,24 @@ ARCHITECTURES = [
         decoder="model.decoder",
         norm="final_layer_norm",
     ),
+    # Not of the families above: other norms, multipliers, and ways to the decoder.
+    _text("llama4_text", **_LOCAL_MOE, intermediate_size_mlp=128, attention_chunk_size=16),
+    _text("cohere", logit_scale=0.25),
+    _text("olmo"),
+    _text("hyperclovax", logits_scaling=0.25),
+    _text(
+        "kimi_linear",
+        **_LOCAL_MOE,
+        moe_intermediate_size=32,
+        head_dim=None,
+        num_key_value_heads=4,
+        kv_lora_rank=32,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=16,
+        linear_head_dim=16,
+        linear_num_heads=4,
+    ),
     _wrapped("qwen3_5", _QWEN_VISION, _QWEN_TOKENS, **_DELTA_NET),
     _wrapped(
         "qwen3_5_moe",
@@ -288,7 +309,67 @@ ARCHITECTURES = [
     ),
     _wrapped("mistral3", {**_SIGLIP, "head_dim": 16}, {"image_token_index": 500}),
     _wrapped("llava", _SIGLIP, {"image_token_index": 500}),
+    replace(
+        _wrapped(
+            "llama4",
+            {
+                **_SIGLIP,
+                "vision_output_dim": 32,
+                "projector_input_dim": 32,
+                "projector_output_dim": 32,
+            },
+            {"image_token_index": 500},
+            **_LOCAL_MOE,
+            intermediate_size_mlp=128,
+            attention_chunk_size=16,
+        ),
+        decoder="language_model.model",
+        whole="language_model",
+    ),
 ]
+
+REFUSED = [
+    (
+        Architecture("opt", {"ffn_dim": 128, "word_embed_proj_dim": 32}, name="opt, projection"),
+        r"OPTForCausalLM: its token embedding is \[512, 32\], expected \[512, 64\]",
+    ),
+    (
+        Architecture(
+            "opt",
+            {"ffn_dim": 128, "word_embed_proj_dim": 64, "do_layer_norm_before": False},
+            name="opt, post-norm",
+        ),
+        r"OPTForCausalLM: no final norm in OPTDecoder",
+    ),
+    (_text("phi"), r"PhiForCausalLM: its LM head has a bias"),
+    (
+        Architecture(
+            "qwen4_exp_text",
+            {
+                **_MOE,
+                **{key: value for key, value in _DELTA_NET.items() if "interval" not in key},
+                "shared_expert_intermediate_size": 32,
+                "indexer_n_heads": 2,
+                "indexer_kv_heads": 1,
+                "indexer_head_dim": 16,
+                "indexer_budget": 16,
+                "indexer_compress_ratio": 4,
+                "hc_lowrank": 8,
+                "ngram_vocab_size_base": 100,
+                "split_ngram_parts": 1,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 10000.0,
+                    "partial_rotary_factor": 0.5,
+                    "mrope_section": [1, 1, 0],
+                },
+            },
+            attention="eager",
+        ),
+        r"Qwen4ExpForCausalLM: no final norm",
+    ),
+]
+"""What no drafter could be trained for, or whose parts are unknown, and how that is said."""
 
 
 def build(architecture: Architecture) -> Any:

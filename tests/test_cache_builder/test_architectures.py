@@ -24,13 +24,13 @@ from cache_builder.target import Target, describe_target
 from shared.cache import Cache
 from shared.errors import TargetError
 from tests.conftest import write_jsonl
-from tests.test_cache_builder.models import ARCHITECTURES, Architecture, build
+from tests.test_cache_builder.models import ARCHITECTURES, REFUSED, Architecture, build
 from tests.test_cache_builder.test_target import ids
 
 LAYERS = (1, 3)
 LENGTHS = (40, 17, 33, 3)
-NOT_RMS = {"gpt2", "gpt_neox", "falcon", "opt"}
-"""Types whose final norm is a LayerNorm with a bias."""
+NOT_RMS = {"gpt2", "gpt_neox", "falcon", "opt", "cohere", "olmo"}
+"""Types whose final norm is a LayerNorm."""
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
@@ -52,7 +52,7 @@ class Case:
 
 
 def part(model: Any, path: str) -> Any:
-    return reduce(getattr, path.split("."), model)
+    return reduce(getattr, filter(None, path.split(".")), model)
 
 
 def tensor(output: Any) -> Tensor:
@@ -81,7 +81,8 @@ def run_alone(
     handles.append(norm.register_forward_hook(keep_both))
     with torch.inference_mode():
         ids_1T = torch.from_numpy(token_ids.astype(np.int64))[None]
-        logits_TV = model(input_ids=ids_1T, use_cache=False).logits[0]
+        whole = part(model, architecture.whole)
+        logits_TV = whole(input_ids=ids_1T, use_cache=False).logits[0]
     for handle in handles:
         handle.remove()
     return torch.stack([seen[k] for k in LAYERS], dim=1), seen["norm"], logits_TV
@@ -180,7 +181,8 @@ def test_the_stored_head_gives_the_targets_logits(case: Case) -> None:
 
 def test_the_head_is_that_of_the_model(case: Case) -> None:
     head = Cache(case.cache).head()
-    embedding, lm_head = case.model.get_input_embeddings(), case.model.get_output_embeddings()
+    whole = part(case.model, case.architecture.whole)
+    embedding, lm_head = whole.get_input_embeddings(), whole.get_output_embeddings()
     assert torch.equal(head.embedding_VD.float(), embedding.weight)
     assert torch.equal(head.lm_head_VD.float(), lm_head.weight)
     assert head.is_tied == (embedding.weight is lm_head.weight)
@@ -211,6 +213,21 @@ def test_ids_outside_the_model_are_refused(case: Case) -> None:
 
 def test_it_is_described_by_its_text_part(case: Case) -> None:
     spec = Cache(case.cache).spec.target
+    assert (spec.dtype, spec.attention) == ("float32", case.architecture.attention)
     assert spec.model_type == case.architecture.model_type
     assert (spec.num_layers, spec.hidden_size, spec.vocab_size) == (4, 64, 512)
     assert spec.quantization is None
+
+
+@pytest.mark.parametrize(
+    ("architecture", "message"), [pytest.param(*row, id=row[0].id) for row in REFUSED]
+)
+@pytest.mark.parametrize("last_hidden", ["none", "post_norm"])
+def test_what_no_drafter_can_be_trained_for_is_refused_in_one_line(
+    architecture: Architecture, message: str, last_hidden: Any, tmp_path: Path
+) -> None:
+    build(architecture).save_pretrained(tmp_path)
+    config = TargetConfig(path="-", dtype="float32", attention=architecture.attention)
+    with pytest.raises(TargetError, match=message) as caught:
+        Target.load(tmp_path, config, LAYERS, last_hidden, "cpu").head(ids(20))
+    assert "\n" not in str(caught.value)
