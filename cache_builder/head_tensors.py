@@ -36,13 +36,14 @@ def read_head(decoder: Decoder, name: str, config: Any) -> Head:
             f"{name}: its LM head has a bias. A drafter is trained with the rows of the LM head "
             "alone and would be served with the bias. Take another target."
         )
-    lm_head = _weight(decoder.lm_head, f"{name}: its LM head", (vocab, hidden))
-    is_tied = decoder.lm_head.weight is decoder.embedding.weight
+    lm_head = embedding
+    if getattr(decoder.lm_head, "weight", None) is not decoder.embedding.weight:
+        lm_head = _weight(decoder.lm_head, f"{name}: its LM head", (vocab, hidden))
     if any(True for _ in decoder.final_norm.parameters()):
         norm = _weight(decoder.final_norm, f"{name}: its final norm", (hidden,))
     else:
         norm = torch.ones(hidden, dtype=torch.bfloat16)
-    return Head(embedding, embedding if is_tied else lm_head, norm)
+    return Head(embedding, lm_head, norm)
 
 
 def _weight(module: nn.Module, what: str, shape: tuple[int, ...]) -> Tensor:
