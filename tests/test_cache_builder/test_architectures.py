@@ -23,7 +23,7 @@ from cache_builder.readout import TOLERANCE
 from cache_builder.target import Target, describe_target
 from shared.cache import Cache
 from shared.errors import TargetError
-from tests.conftest import write_jsonl
+from tests.conftest import REPOSITORY, write_jsonl
 from tests.test_cache_builder.models import ARCHITECTURES, REFUSED, Architecture, build
 from tests.test_cache_builder.test_target import ids
 
@@ -231,3 +231,23 @@ def test_what_no_drafter_can_be_trained_for_is_refused_in_one_line(
     with pytest.raises(TargetError, match=message) as caught:
         Target.load(tmp_path, config, LAYERS, last_hidden, "cpu").head(ids(20))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "architecture", [a for a in ARCHITECTURES if a.attention == "eager"], ids=lambda a: a.id
+)
+def test_a_kernel_that_the_target_does_not_have_is_refused_in_one_line(
+    architecture: Architecture, tmp_path: Path
+) -> None:
+    build(architecture).save_pretrained(tmp_path)
+    config = TargetConfig(path="-", dtype="float32")
+    with pytest.raises(TargetError, match=r"cannot load it .* Set target\.attention") as caught:
+        Target.load(tmp_path, config, LAYERS, "none", "cpu")
+    assert "\n" not in str(caught.value)
+
+
+def test_the_readme_lists_what_is_tested() -> None:
+    text = (REPOSITORY / "README.md").read_text()
+    table = text.partition("| | `model_type` |\n|---|---|\n")[2].partition("\n\n")[0]
+    listed = {name.strip() for row in table.splitlines() for name in row.split("|")[2].split(",")}
+    assert listed == {architecture.model_type for architecture in ARCHITECTURES}

@@ -225,14 +225,6 @@ def test_a_truncated_weight_file_is_one_line(tiny_target: Path, tmp_path: Path) 
     assert "\n" not in str(caught.value)
 
 
-def test_a_kernel_that_the_target_does_not_have_is_one_line(tmp_path: Path) -> None:
-    tiny("mamba", state_size=16, time_step_rank=8, intermediate_size=128).save_pretrained(tmp_path)
-    with pytest.raises(TargetError, match=r"cannot load it .* Set target\.attention") as caught:
-        load_model(tmp_path, TargetConfig(path="-"))
-    assert "\n" not in str(caught.value)
-    load_model(tmp_path, TargetConfig(path="-", attention="eager"))
-
-
 def test_a_missing_target_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(TargetError, match=r"target\.path"):
         resolve_target(TargetConfig(path=str(tmp_path / "nothing")))
