@@ -42,6 +42,8 @@ class Decoder:
         module = model.get_decoder() if hasattr(model, "get_decoder") else None
         if not isinstance(module, nn.Module):
             raise TargetError(f"{name}: get_decoder() gives no module; it is not a causal LM.")
+        if isinstance(inner := getattr(module, "model", None), nn.Module):
+            module = inner  # Llama 4 gives the causal LM itself
         layers = _first(module, _LAYERS)
         if not isinstance(layers, nn.ModuleList) or not len(layers):
             raise TargetError(

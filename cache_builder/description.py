@@ -6,7 +6,8 @@ from typing import Any
 
 from cache_builder.config import BuildConfig
 from cache_builder.decoder import default_layer_ids
-from cache_builder.target import describe_target, load_config
+from cache_builder.target import describe_target
+from cache_builder.target_config import load_config
 from cache_builder.template import ChatTemplate
 from cache_builder.tokens import describe_tokens
 from cache_builder.worker import Job, Prepared

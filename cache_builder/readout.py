@@ -20,7 +20,13 @@ TOLERANCE = 0.02
 """Relative L2 by which logits may differ: the head is bfloat16, whatever the target is."""
 
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-_SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "output_multiplier")
+_SCALES = (
+    "logits_scaling",
+    "logit_scale",
+    "lm_head_multiplier",
+    "output_multiplier",
+    "logits_mup_width_multiplier",
+)
 """Fields of configs. One name divides in one model and multiplies in the next."""
 
 
@@ -73,7 +79,8 @@ def _rebuild_norm(norm: nn.Module, weight_D: Tensor, state_ND: Tensor) -> tuple[
     eps = next((e for n in ("variance_epsilon", "eps") if (e := getattr(norm, n, None))), None)
     name = type(norm).__name__
     if eps is not None:
-        expected_ND = norm(state_ND.to(next(norm.parameters()).device)).cpu().float()
+        device = next((weight.device for weight in norm.parameters()), state_ND.device)
+        expected_ND = norm(state_ND.to(device)).cpu().float()
         unit_ND = torch.nn.functional.rms_norm(state_ND.float(), weight_D.shape, eps=eps)
         for offset in (0.0, 1.0):
             if _distance((offset + weight_D.float()) * unit_ND, expected_ND) <= TOLERANCE:

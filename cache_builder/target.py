@@ -17,9 +17,16 @@ from torch import Tensor, nn
 
 from cache_builder.config import TargetConfig
 from cache_builder.decoder import Decoder
+from cache_builder.head_tensors import read_head
 from cache_builder.readout import find_readout
+from cache_builder.target_config import (
+    describe_quantization,
+    load_config,
+    one_line,
+    read_target_json,
+)
 from shared.errors import TargetError
-from shared.files import canonical_json, read_json, sha256_bytes, sha256_file
+from shared.files import canonical_json, sha256_bytes, sha256_file
 from shared.head import Head
 from shared.quantity import count, size
 from shared.spec import LastHidden, TargetSpec
@@ -70,20 +77,6 @@ def resolve_target(config: TargetConfig) -> Path:
         ) from error
 
 
-def load_config(path: Path) -> Any:
-    """The target's transformers config.
-
-    Raises:
-        TargetError: transformers does not know it.
-    """
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (ValueError, OSError, KeyError) as error:
-        raise TargetError(f"{path}: transformers cannot read its config ({error}).") from error
-
-
 def stamp_files(path: Path) -> FileStamps:
     """What shows cheaply that the files of the target in `path` are still the same."""
     try:
@@ -111,7 +104,7 @@ def describe_target(path: Path, config: TargetConfig) -> TargetSpec:
     """Identify the target by the content of its files, without loading it.
 
     Raises:
-        TargetError: there are no safetensors weights.
+        TargetError: there are no safetensors weights, or a file of it cannot be read.
     """
     model_config = load_config(path)
     text = model_config.get_text_config()
@@ -120,15 +113,14 @@ def describe_target(path: Path, config: TargetConfig) -> TargetSpec:
         raise TargetError(f"{path}: no *.safetensors weights. Convert the model first.")
     total = sum(file.stat().st_size for file in weights)
     logger.info("hashing %s, %s", count(len(weights), "weight file"), size(total))
-    fields = read_json(path / "config.json")
+    fields = read_target_json(path / "config.json")
     stable = {key: value for key, value in fields.items() if key not in _VOLATILE_CONFIG}
-    quantization = getattr(model_config, "quantization_config", None)
     return TargetSpec(
         config_sha256=sha256_bytes(canonical_json(stable)),
         weights_sha256=sha256_bytes(canonical_json({f.name: sha256_file(f) for f in weights})),
         model_type=model_config.model_type,
         dtype=config.dtype,
-        quantization=None if quantization is None else str(_quantization_name(quantization)),
+        quantization=describe_quantization(path, model_config),
         attention=config.attention,
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
@@ -142,6 +134,7 @@ def load_model(path: Path, config: TargetConfig) -> Any:
     Raises:
         TargetError: transformers cannot load it.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     arguments = {
@@ -149,23 +142,28 @@ def load_model(path: Path, config: TargetConfig) -> Any:
         "attn_implementation": config.attention,
         "trust_remote_code": False,
         "use_safetensors": True,  # what was hashed, and never a pickle beside it
+        "output_loading_info": True,
     }
     try:
         try:
-            model = AutoModelForCausalLM.from_pretrained(path, **arguments)
+            model, loaded = AutoModelForCausalLM.from_pretrained(path, **arguments)
         except ValueError as error:
             if "Unrecognized configuration class" not in str(error):
                 raise
-            model = AutoModelForImageTextToText.from_pretrained(path, **arguments)
-    except (ValueError, OSError, ImportError, RuntimeError) as error:
-        raise TargetError(f"{path}: transformers cannot load it ({error}).") from error
+            model, loaded = AutoModelForImageTextToText.from_pretrained(path, **arguments)
+    except (ValueError, OSError, ImportError, RuntimeError, SafetensorError) as error:
+        advice = ""
+        if "attention implementation" in str(error):
+            advice = " Set target.attention to another kernel ('eager' always exists)."
+        raise TargetError(
+            f"{path}: transformers cannot load it ({one_line(error)}).{advice}"
+        ) from error
+    if missing := sorted(loaded["missing_keys"]):
+        raise TargetError(
+            f"{path}: its weights lack {count(len(missing), 'tensor')} of {type(model).__name__} "
+            f"({', '.join(missing[:3])}), which would be random. Fetch the whole model."
+        )
     return model.eval().requires_grad_(False)
-
-
-def _quantization_name(quantization: Any) -> Any:
-    if isinstance(quantization, dict):
-        return quantization.get("quant_method", "unknown")
-    return getattr(quantization, "quant_method", "unknown")
 
 
 class Target:
@@ -220,20 +218,11 @@ class Target:
                 head makes of the last hidden state, if that is captured.
 
         Raises:
-            TargetError: they are not the same, so that the head cannot speak for the target.
+            TargetError: they are not the same, so that the head cannot speak for the target; or a
+                drafter cannot work with its embedding and LM head.
         """
-
-        def stored(module: nn.Module) -> Tensor:
-            weight = module.weight
-            assert isinstance(weight, Tensor)
-            return weight.detach().to("cpu", torch.bfloat16, copy=True)
-
-        decoder = self._decoder
-        embedding = stored(decoder.embedding)
-        is_tied = decoder.lm_head.weight is decoder.embedding.weight
-        head = Head(
-            embedding, embedding if is_tied else stored(decoder.lm_head), stored(decoder.final_norm)
-        )
+        config = self._model.config.get_text_config()
+        head = read_head(self._decoder, type(self._model).__name__, config)
         if self._last_hidden == "none":
             return head
         ids = torch.from_numpy(text[:_READOUT_TOKENS]).long()[None].to(self.device)
@@ -241,10 +230,8 @@ class Target:
             logits_NV = self._model(input_ids=ids, use_cache=False).logits[0]
             state_ND = self._states[_LAST][0].to("cpu", torch.bfloat16)
             self._states.clear()
-            config = self._model.config.get_text_config()
-            readout = find_readout(
-                head, config, decoder.final_norm, self._last_hidden, state_ND, logits_NV
-            )
+            norm = self._decoder.final_norm
+            readout = find_readout(head, config, norm, self._last_hidden, state_ND, logits_NV)
         return replace(head, readout=readout)
 
     @torch.inference_mode()
@@ -256,7 +243,7 @@ class Target:
         sample sees its padding or its batch mates; no attention mask is needed then.
 
         Raises:
-            TargetError: the model gave other rows than tokens.
+            TargetError: the model gave other states than one of its hidden size for each token.
         """
         longest = max(len(ids) for ids in token_ids)
         batch = torch.zeros((len(token_ids), longest), dtype=torch.int64)
@@ -267,12 +254,14 @@ class Target:
             self._decoder.module(input_ids=batch.to(self.device), use_cache=False)
         layers = (*self._layer_ids, *[_LAST] * (self._last_hidden != "none"))
         states = [self._states.pop(layer) for layer in layers]
+        expected = [*batch.shape, self._model.config.get_text_config().hidden_size]
         for layer, state in zip(layers, states, strict=True):
-            if state.shape[:2] != batch.shape:
+            if list(state.shape) != expected:
                 name = "the final norm" if layer == _LAST else f"block {layer}"
                 raise TargetError(
-                    f"{name} gave states of shape {list(state.shape)} for ids of shape "
-                    f"{list(batch.shape)}: a row per token was expected."
+                    f"{type(self._model).__name__}: {name} gave states of shape "
+                    f"{list(state.shape)}, expected {expected} (samples, tokens, hidden_size). "
+                    "A drafter needs one state a token: take another target."
                 )
         return [
             torch.stack([state[row, : len(ids)] for state in states], dim=1).to(torch.bfloat16)

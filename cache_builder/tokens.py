@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from cache_builder.config import DataConfig
+from cache_builder.target_config import read_target_json
 from cache_builder.template import ChatTemplate
 from shared.errors import ConfigError, TargetError
-from shared.files import canonical_json, read_json, sha256_bytes, sha256_file
+from shared.files import canonical_json, sha256_bytes, sha256_file
 from shared.spec import TokenSpec
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -119,7 +120,7 @@ def _digests(path: Path, template: ChatTemplate) -> Iterator[tuple[str, str]]:
         if not (path / name).is_file():
             continue
         if name == TOKENIZER_CONFIG:
-            fields = read_json(path / name)
+            fields = read_target_json(path / name)
             stable = {key: fields[key] for key in fields if key not in _VOLATILE_CONFIG}
             yield name, sha256_bytes(canonical_json(stable))
         else:
@@ -128,8 +129,7 @@ def _digests(path: Path, template: ChatTemplate) -> Iterator[tuple[str, str]]:
 
 def _generation_config(path: Path) -> dict[str, Any]:
     file = path / _GENERATION_CONFIG
-    fields: dict[str, Any] = read_json(file) if file.is_file() else {}
-    return fields
+    return read_target_json(file) if file.is_file() else {}
 
 
 def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:

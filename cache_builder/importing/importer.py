@@ -32,11 +32,11 @@ from cache_builder.stored_plans import share_plan
 from cache_builder.target import (
     FileStamps,
     Target,
-    load_config,
     require_unchanged,
     resolve_target,
     stamp_files,
 )
+from cache_builder.target_config import load_config
 from cache_builder.worker import Job, Prepared
 from cache_builder.workspace import workspace
 from shared.cache import (

@@ -20,7 +20,7 @@ from cache_builder.endpoint import Endpoint
 from cache_builder.generation import LocalGenerator, Sampling
 from cache_builder.protocol import EndpointConfig
 from cache_builder.regenerate import Answerer, RegenerateReport, regenerate, rows
-from cache_builder.target import load_config
+from cache_builder.target_config import load_config
 from cache_builder.template import ChatTemplate
 from cache_builder.tokens import end_token_ids, load_template
 from shared.errors import DataError, EndpointError

@@ -10,7 +10,9 @@ import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from cache_builder.config import TargetConfig
 from cache_builder.gguf import convert_gguf
+from cache_builder.target import describe_target
 from shared.errors import TargetError
 
 HIDDEN, HEADS, MIDDLE = 32, 2, 64
@@ -88,6 +90,7 @@ def test_the_directory_says_what_it_was_made_from(converted: tuple[Path, Path]) 
     record = json.loads((out / "source.json").read_text())
     assert (record["file"], record["quantization"]) == ("tiny.gguf", "F16")
     assert len(record["sha256"]) == 64
+    assert describe_target(out, TargetConfig(path="-")).quantization == "gguf F16"
     assert [path.name for path in out.parent.iterdir()] == ["target"]
     assert all(path.stat().st_mode & 0o044 == 0o044 for path in out.iterdir())
 

@@ -1,19 +1,25 @@
 """Taps see the output of the block they name, nothing above the last one runs."""
 
+import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cache_builder.config import TargetConfig
 from cache_builder.decoder import Decoder, default_layer_ids
 from cache_builder.quality import find_fault
-from cache_builder.target import Target, describe_target, resolve_target
-from shared.errors import TargetError
+from cache_builder.target import Target, describe_target, load_model, resolve_target
+from shared.errors import CacheIncompatibleError, TargetError
+from shared.spec import LastHidden
+from tests.test_shared.made import CODECS, make_spec
 
 CPU = torch.device("cpu")
 
@@ -38,35 +44,6 @@ def tiny(model_type: str, **extra: object) -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
 
 
-MODELS = [
-    pytest.param("llama", {}, id="llama"),
-    pytest.param("qwen3", {}, id="qwen3"),
-    pytest.param(
-        "qwen3_moe",
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-        id="mixture-of-experts",
-    ),
-    pytest.param(
-        "gemma3_text",
-        {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2},
-        id="sliding-window",
-    ),
-    pytest.param(
-        "qwen3_5_text",
-        {
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
-            "linear_conv_kernel_dim": 4,
-            "full_attention_interval": 4,
-        },
-        id="hybrid-linear-attention",
-    ),
-    pytest.param("gpt2", {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 512}, id="gpt2"),
-]
-
-
 def ids(length: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(3, 512, length).astype(np.int32)
 
@@ -88,21 +65,6 @@ def hook_states(model: torch.nn.Module, token_ids: np.ndarray, layers: Sequence[
     for handle in handles:
         handle.remove()
     return torch.stack([seen[k][0] for k in layers], dim=1)
-
-
-@pytest.mark.parametrize(("model_type", "extra"), MODELS)
-def test_batched_states_equal_an_unpadded_single_run(
-    model_type: str, extra: dict[str, object]
-) -> None:
-    model = tiny(model_type, **extra)
-    batch = [ids(40), ids(17, 1), ids(3, 2)]
-    expected = [hook_states(model, sample, (1, 3)) for sample in batch]
-    target = Target(model, (1, 3), CPU)
-    for states, single in zip(target.capture(batch), expected, strict=True):
-        assert states.shape == (len(single), 2, 64)
-        assert states.dtype == torch.bfloat16
-        # One unit in the last place of bfloat16: the float32 sums differ by 1e-6 of the values.
-        torch.testing.assert_close(states.float(), single, rtol=2**-7, atol=1e-3)
 
 
 def test_a_single_unpadded_sample_is_captured_bit_for_bit() -> None:
@@ -160,7 +122,7 @@ def test_too_shallow_targets_are_refused_not_given_repeated_taps(
         default_layer_ids(num_layers, num_taps)
 
 
-def test_head_tensors_give_the_targets_logits() -> None:
+def test_the_head_is_a_copy_of_the_weights_in_bfloat16() -> None:
     model = tiny("qwen3").to(torch.bfloat16)
     decoder = Decoder.find(model)
     head = Target(model, (0,), CPU).head(ids(4))
@@ -168,6 +130,7 @@ def test_head_tensors_give_the_targets_logits() -> None:
     assert torch.equal(head.embedding_VD, decoder.embedding.weight)
     assert torch.equal(head.lm_head_VD, decoder.lm_head.weight)
     assert torch.equal(head.final_norm_D, decoder.final_norm.weight)
+    assert head.lm_head_VD.data_ptr() != decoder.lm_head.weight.data_ptr()
 
 
 def test_a_tied_head_is_stored_once() -> None:
@@ -175,9 +138,41 @@ def test_a_tied_head_is_stored_once() -> None:
     assert head.is_tied
 
 
-def test_a_target_is_known_by_its_content_not_its_path(tiny_target: Path, tmp_path: Path) -> None:
-    import shutil
+def test_a_quantized_lm_head_is_refused() -> None:
+    model = tiny("llama")
+    lm_head = Decoder.find(model).lm_head
+    lm_head.weight.data = lm_head.weight.data.to(torch.float8_e4m3fn)
+    with pytest.raises(
+        TargetError, match=r"LM head \(Linear\) has no plain weight .*float8_e4m3fn"
+    ):
+        Target(model, (0,), CPU).head(ids(4))
 
+
+def test_a_vocabulary_that_is_not_that_of_the_config_is_refused() -> None:
+    model = tiny("llama")
+    model.config.vocab_size = 500  # type: ignore[union-attr]  # a PreTrainedModel
+    with pytest.raises(TargetError, match=r"embedding is \[512, 64\], expected \[500, 64\]"):
+        Target(model, (0,), CPU).head(ids(4))
+
+
+@pytest.mark.parametrize("last_hidden", ["none", "post_norm"])
+def test_blocks_that_carry_several_states_a_token_are_refused(last_hidden: LastHidden) -> None:
+    """As hyper-connections do (DeepSeek V4)."""
+    model = tiny("llama")
+    last = Decoder.find(model).layers[3]
+    last.register_forward_hook(
+        lambda module, inputs, output: output[:, :, None].expand(1, 9, 4, 64)
+    )
+    Decoder.find(model).final_norm.register_forward_pre_hook(
+        lambda module, inputs: inputs[0].mean(2)
+    )
+    with pytest.raises(
+        TargetError, match=r"block 3 gave .* \[1, 9, 4, 64\], expected \[1, 9, 64\]"
+    ):
+        Target(model, (1, 3), CPU, last_hidden).capture([ids(9)])
+
+
+def test_a_target_is_known_by_its_content_not_its_path(tiny_target: Path, tmp_path: Path) -> None:
     config = TargetConfig(path="-")
     moved = tmp_path / "moved"
     shutil.copytree(tiny_target, moved)
@@ -187,6 +182,47 @@ def test_a_target_is_known_by_its_content_not_its_path(tiny_target: Path, tmp_pa
         text.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05')
     )
     assert describe_target(moved, config) != describe_target(tiny_target, config)
+
+
+def test_type_of_the_computation_and_quantization_are_in_the_fingerprint(tiny_target: Path) -> None:
+    plain = describe_target(tiny_target, TargetConfig(path="-"))
+    float32 = describe_target(tiny_target, TargetConfig(path="-", dtype="float32"))
+    assert (plain.dtype, float32.dtype) == ("bfloat16", "float32")
+    specs = [
+        make_spec(CODECS[0], target=target)
+        for target in (plain, float32, replace(plain, quantization="gguf Q4_1"))
+    ]
+    assert len({spec.fingerprint for spec in specs}) == 3
+    with pytest.raises(CacheIncompatibleError, match=r"target\.dtype: 'float32' asked for"):
+        specs[1].require_equal(specs[0], "cache")
+    with pytest.raises(CacheIncompatibleError, match=r"target\.path \(quantization\)"):
+        specs[2].require_equal(specs[0], "cache")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_target_computes_in_the_type_that_is_recorded(tiny_target: Path, dtype: Any) -> None:
+    model = load_model(tiny_target, TargetConfig(path="-", dtype=dtype))
+    assert {str(weight.dtype) for weight in model.parameters()} == {f"torch.{dtype}"}
+
+
+def test_weights_that_are_not_there_are_not_random(tiny_target: Path, tmp_path: Path) -> None:
+    target = shutil.copytree(tiny_target, tmp_path / "target")
+    weights = load_file(target / "model.safetensors")
+    del weights["model.layers.2.mlp.up_proj.weight"]
+    save_file(weights, target / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        TargetError, match=r"weights lack 1 tensor of Qwen3.* \(model\.layers\.2\.mlp\.up_proj"
+    ):
+        load_model(target, TargetConfig(path="-"))
+
+
+def test_a_truncated_weight_file_is_one_line(tiny_target: Path, tmp_path: Path) -> None:
+    target = shutil.copytree(tiny_target, tmp_path / "target")
+    file = target / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(TargetError, match="transformers cannot load it") as caught:
+        load_model(target, TargetConfig(path="-"))
+    assert "\n" not in str(caught.value)
 
 
 def test_a_missing_target_is_one_line(tmp_path: Path) -> None:

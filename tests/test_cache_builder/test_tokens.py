@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cache_builder.config import DataConfig
-from cache_builder.target import load_config
+from cache_builder.target_config import load_config
 from cache_builder.tokens import describe_tokens, load_template, max_positions
 from shared.errors import ConfigError
 from shared.spec import TokenSpec
