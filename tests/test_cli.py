@@ -349,7 +349,7 @@ def test_a_cache_of_another_format_version_is_refused(
     ]:
         code, _, err = invoke(stage, *arguments)
         assert code == 1
-        assert "format version 2" in errors(err)[0]
+        assert "format version 1, this version reads 2" in errors(err)[0]
 
 
 def test_a_run_trained_from_another_kind_of_cache_is_refused(
