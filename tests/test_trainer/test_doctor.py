@@ -71,6 +71,35 @@ def test_a_real_run_is_healthy(
     assert set(diagnosis.not_checked) == set()
 
 
+def test_a_real_run_with_the_faults_of_the_seeds(
+    tiny_train: Callable[..., TrainConfig],
+    tiny_cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bucket after bucket, gamma and betas of another recipe, a noise schedule without a scale."""
+
+    def in_turn(count: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        return np.repeat(np.arange(len(count)), count)
+
+    monkeypatch.setattr("trainer.sampler.interleave", in_turn)
+    config = tiny_train(
+        tmp_path,
+        tiny_cache,
+        steps=40,
+        block_size=16,
+        sampler=training.SamplerConfig(tokens_per_batch=260, num_buckets=3),
+        loss=training.LossConfig(gamma=4.0),
+        optimizer=training.OptimizerConfig(betas=(0.9, 0.999)),
+        noise=training.NoiseConfig(warmup_steps=10),
+    )
+    train(config)
+    names = {f.name for f in look(Run(tmp_path)).findings if f.is_fault}
+    assert names >= {
+        *("bucket-runs", "gamma-of-another-block-size", "default-betas", "noise-never-moves")
+    }
+
+
 def test_a_run_of_one_bucket(tmp_path: Path) -> None:
     """The seeds' fault: steps of long samples in a row, and a loss that seems to reset."""
 
@@ -95,6 +124,20 @@ def test_a_run_of_one_bucket(tmp_path: Path) -> None:
     assert "coincides with a run of bucket 2 (8 of 8 micro-batches" in jump.evidence
     assert "not with" in jump.evidence
     assert "another length" in jump.advice
+
+
+def test_a_jump_in_a_run_of_one_bucket_that_its_length_does_not_explain(tmp_path: Path) -> None:
+    def change(step: int, line: Line) -> Line:
+        if 130 <= step < 150:
+            line |= {"train/loss": 9.0, "train/buckets": [2]}
+        return line
+
+    faults = {f.name: f for f in look(make_run(tmp_path, change=change)).findings}
+    assert set(faults) == {"bucket-runs", "loss-jump"}
+    evidence = faults["loss-jump"].evidence
+    assert "coincides with a run of bucket 2 (8 of 8 micro-batches" in evidence
+    assert "explains 1" in evidence  # between 10 and 19 % of the rise
+    assert "see bucket-runs" in faults["loss-jump"].advice
 
 
 def test_gamma_of_another_block_size(tmp_path: Path) -> None:
@@ -399,7 +442,23 @@ def test_a_log_that_falls_silent(tmp_path: Path) -> None:
 
     fault = the_fault(make_run(tmp_path, change=change), "silent-gap")
     assert fault.steps == ((170, 170),)
-    assert "no line for 90 s before step 170" in fault.evidence
+    assert "before step 170 90 s passed that neither" in fault.evidence
+    assert "1 such gaps, 0 of them beside a save" in fault.evidence
+
+
+def test_a_save_behind_missing_lines(tmp_path: Path) -> None:
+    """Of the seeds: the monitor stood still for 167 s, and training went on without lines."""
+
+    def change(step: int, line: Line) -> Line | None:
+        line["time/uptime_seconds"] += 167.0 if step > 100 else 0.0
+        return None if 101 <= step <= 127 else line
+
+    silent, missing = sorted(
+        look(make_run(tmp_path, change=change)).findings, key=lambda f: f.steps
+    )[::-1]
+    assert (silent.name, missing.name) == ("silent-gap", "missing-lines")
+    assert "before step 128 167 s passed" in silent.evidence
+    assert "1 such gaps, 1 of them beside a save" in silent.evidence
 
 
 def test_points_that_wandb_missed(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.doctor import loss, pace, recipe, weights
+from trainer.doctor import buckets, loss, pace, recipe, weights
 from trainer.doctor.finding import SEVERITIES, Finding, NotCheckedError, format_steps
 from trainer.doctor.view import RunView
 
@@ -16,7 +16,7 @@ CHECKS: dict[str, Check] = {
     "weights that move": weights.unmoved_weights,
     "non-finite steps": weights.nonfinite_steps,
     "loss jumps": loss.loss_jumps,
-    "bucket runs": loss.bucket_runs,
+    "bucket runs": buckets.bucket_runs,
     "held-out acceptance": loss.heldout_acceptance,
     "optimizer settings": recipe.optimizer_settings,
     "gamma": recipe.gamma,

@@ -26,6 +26,9 @@ class Finding:
     steps: tuple[tuple[int, int], ...] = ()
     """Ranges of steps, both ends included; empty where it is about the whole run."""
 
+    metric: str = ""
+    """The one metric that it is about, as in metrics.jsonl; empty where it is about all."""
+
     @property
     def is_fault(self) -> bool:
         return self.severity != "note"

@@ -1,12 +1,12 @@
-"""Checks of the loss: its jumps with what they coincide with, runs of one length bucket, and
-held-out acceptance that falls while the training loss does."""
+"""Checks of the loss: its jumps with what they coincide with, and held-out acceptance that falls
+while the training loss does."""
 
 import math
 from collections import Counter
-from itertools import groupby
 
 import numpy as np
 
+from trainer.doctor.buckets import long_runs
 from trainer.doctor.finding import Finding, NotCheckedError
 from trainer.doctor.jumps import (
     MIN_HISTORY,
@@ -37,6 +37,8 @@ _ADVICE = {
     "nonfinite": "A step was not finite: look at its samples in RUN/nonfinite-*.json first.",
     "buckets": "The drafter did not get worse: these batches are of another length. Read the "
     "curves per bucket; raise train.batches_per_step, so that a step mixes buckets.",
+    "run": "These batches are of one length in a row, and their loss is above what that length "
+    "had before: see bucket-runs, and evaluate the checkpoints before and after.",
     "peak": "The steps are too long for the weights: lower optimizer.lr, or raise "
     "optimizer.warmup_fraction; with betas (0.9, 0.999) first go back to the recipe's.",
     "gradient": "A few samples drove it: `train/samples` of these lines in metrics.jsonl has "
@@ -106,7 +108,10 @@ def _causes(view: RunView, jump: Jump, step: int) -> dict[str, str | None]:
     near = [bad for bad in _nonfinite(view) if -_NEAR_STEPS <= step - bad <= WINDOW]
     if near:
         causes["nonfinite"] = f"step {near[0]}, which was not finite"
-    causes["buckets"] = _bucket_cause(view, jump)
+    if (bucket_cause := _bucket_cause(view, jump)) is not None:
+        del causes["buckets"]
+        key, words = bucket_cause
+        causes[key] = words
     lr = steps["train/lr"]
     if lr[jump.start] >= _PEAK * view.config.optimizer.lr:
         causes["peak"] = f"the peak of the learning rate ({lr[jump.start]:.3g})"
@@ -124,11 +129,11 @@ def _causes(view: RunView, jump: Jump, step: int) -> dict[str, str | None]:
         "restart": view.restarts,
         "checkpoint": [saved + 1 for saved in view.saved_after],
     }
-    words = {"epoch": "the start of an epoch", "restart": "a restart", "checkpoint": "a save"}
+    told = {"epoch": "the start of an epoch", "restart": "a restart", "checkpoint": "a save"}
     for name, places in starts.items():
         nearest = min(places, key=lambda place: abs(place - step), default=None)
         if nearest is not None and abs(nearest - step) <= _NEAR_STEPS:
-            causes[name] = f"{words[name]} before step {nearest}"
+            causes[name] = f"{told[name]} before step {nearest}"
     return causes
 
 
@@ -137,72 +142,29 @@ def _nonfinite(view: RunView) -> list[int]:
     return sorted({*view.steps.step[1:][np.diff(count) > 0].tolist(), *view.nonfinite})
 
 
-def _bucket_cause(view: RunView, jump: Jump) -> str | None:
-    """A run of one bucket, if the losses of the buckets before explain most of the rise."""
+def _bucket_cause(view: RunView, jump: Jump) -> tuple[str, str] | None:
+    """Key and words, if the steps of `jump` are a run of one bucket, or if the losses that the
+    buckets had before explain most of the rise."""
     steps = view.steps
     loss = filled(steps["train/loss"])
     stop = jump.start + WINDOW
     levels = level_by_bucket(loss, steps.buckets, jump.start)
-    explained = expected(levels, steps.buckets, jump.start, stop) - jump.before
-    if not explained > _EXPLAINED * jump.rise:  # NaN too
-        return None
+    share = (expected(levels, steps.buckets, jump.start, stop) - jump.before) / jump.rise
     counts = Counter(bucket for step in steps.buckets[jump.start : stop] for bucket in step)
+    if not counts:
+        return None
+    is_explained = share > _EXPLAINED  # False for NaN: a bucket that was not there before
+    first, last = steps.step[jump.start], steps.step[min(stop, len(steps)) - 1]
+    is_run = any(a <= last and first <= b for _, _, a, b in long_runs(view))
+    if not is_run and not is_explained:
+        return None
     bucket, count = counts.most_common(1)[0]
     return (
+        "buckets" if is_explained else "run",
         f"a run of bucket {bucket} ({count} of {counts.total()} micro-batches, loss "
-        f"{levels[bucket]:.3g} before; the mix alone explains {explained / jump.rise:.0%} of the "
-        "rise)"
+        f"{levels.get(bucket, math.nan):.3g} before; the mix alone explains {share:.0%} of the "
+        "rise)",
     )
-
-
-def bucket_runs(view: RunView) -> list[Finding]:
-    """More micro-batches of one length bucket in a row than an order in proportion has."""
-    steps = view.steps
-    flat = [(bucket, i) for i, step in enumerate(steps.buckets) for bucket in step]
-    shares = Counter(bucket for bucket, _ in flat)
-    if not flat:
-        raise NotCheckedError("metrics.jsonl has no train/buckets")
-    if len(shares) < 2:
-        return []
-    loss = filled(steps["train/loss"])
-    long: list[tuple[int, int, int, int]] = []
-    for bucket, group in groupby(flat, key=lambda entry: entry[0]):
-        lines = [i for _, i in group]
-        if len(lines) > 2 * _longest(shares[bucket] / len(flat), len(shares)):
-            long.append((len(lines), bucket, lines[0], lines[-1]))
-    if not long:
-        return []
-    count, bucket, first, last = max(long)
-    share = shares[bucket] / len(flat)
-    before = loss[max(0, first - 64) : first]
-    effect = (
-        f", loss {loss[first : last + 1].mean():.3g} against {before.mean():.3g} before"
-        if len(before)
-        else ""
-    )
-    return [
-        Finding(
-            severity="warning",
-            name="bucket-runs",
-            steps=tuple((int(steps.step[a]), int(steps.step[b])) for _, _, a, b in long),
-            evidence=f"{len(long)} runs; longest: {count} micro-batches of bucket {bucket} in a "
-            f"row (share {share:.2f}: at most {_longest(share, len(shares))} in proportion), steps "
-            f"{steps.step[first]}-{steps.step[last]}{effect}",
-            advice="Steps of one length pull the weights one way and make the loss swing. Spread "
-            "buckets in proportion, as trainer/interleave.py does, and raise "
-            "train.batches_per_step so that a step mixes them.",
-        )
-    ]
-
-
-def _longest(share: float, num_buckets: int) -> int:
-    """Longest run of a bucket of `share` where each prefix has its share within 1 - 1/(2k-2).
-
-    A run may straddle two epochs, each of which keeps this; hence twice this is the limit.
-    """
-    if share >= 1.0:
-        return 2**31
-    return max(1, math.floor((2 - 1 / (num_buckets - 1)) / (1 - share) + 1e-9))
 
 
 def heldout_acceptance(view: RunView) -> list[Finding]:
@@ -218,6 +180,7 @@ def heldout_acceptance(view: RunView) -> list[Finding]:
         Finding(
             severity="warning",
             name="acceptance-fell",
+            metric="heldout/tau_walk",
             steps=((best_step, last_step),),
             evidence=f"held-out walk acceptance length {best:.3f} at step {best_step}, {last:.3f} "
             f"at step {last_step}",

@@ -61,6 +61,7 @@ def _falling(view: RunView, depth: Column, seconds: Column) -> list[Finding]:
         Finding(
             severity="warning" if starves else "note",
             name="queue-falling",
+            metric="data/queue_depth",
             steps=((int(steps.step[begin]), int(steps.step[-1])),),
             evidence=f"queue depth {level:.0f} -> {left:.0f} of {capacity} micro-batches, "
             f"{slope * 60:.2g} a minute: empty in {_minutes(to_empty)}, the run ends in "
@@ -85,6 +86,7 @@ def _waiting(view: RunView, seconds: Column) -> list[Finding]:
         Finding(
             severity="warning",
             name="waiting-for-data",
+            metric="data/wait_share",
             steps=ranges(steps.step[share > _WAIT_SHARE].tolist()),
             evidence=f"{overall:.0%} of the time of all steps, {_minutes(total)}, was spent "
             f"waiting; the queue was empty at {(steps['data/queue_depth'] == 0).mean():.0%} of "
@@ -100,7 +102,7 @@ def checkpoint_stalls(view: RunView) -> list[Finding]:
     steps = view.steps
     held, seconds = steps["time/checkpoint_seconds"], steps["speed/step_seconds"]
     if not (held > 0).any():
-        raise NotCheckedError("no step after a checkpoint yet")
+        raise NotCheckedError("no line of a step right after a save")
     usual = float(np.median(seconds))
     limit = max(_STALL_STEPS * usual, _STALL_SECONDS)
     stalls = {}
@@ -116,6 +118,7 @@ def checkpoint_stalls(view: RunView) -> list[Finding]:
         Finding(
             severity="warning",
             name="checkpoint-stall",
+            metric="time/checkpoint_seconds",
             steps=ranges(stalls),
             evidence=f"{len(stalls)} of {int((held > 0).sum())} saves cost more than {limit:.1f} s "
             f"(a step takes {usual:.2f} s); worst before step {worst}: the loop stood still for "
@@ -137,7 +140,7 @@ def silence(view: RunView) -> list[Finding]:
         if after - before > 1
     ]
     if missing or steps.num_broken:
-        beside = [f"{a}-{b}" for a, b in missing if saves & {a - 2, a - 1, a, a + 1}]
+        after_save = [f"{a}-{b}" for a, b in missing if saves & {a - 2, a - 1, a, a + 1}]
         count = sum(b - a + 1 for a, b in missing)
         findings.append(
             Finding(
@@ -145,7 +148,7 @@ def silence(view: RunView) -> list[Finding]:
                 name="missing-lines",
                 steps=tuple(missing),
                 evidence=f"{count} steps have no line in metrics.jsonl, {steps.num_broken} lines "
-                f"are broken; right after a checkpoint: {', '.join(beside[:6]) or 'none'}",
+                f"are broken; right after a checkpoint: {', '.join(after_save[:6]) or 'none'}",
                 advice="Curves over these steps hide what happened there. Look at the disk; "
                 "do not read a jump beside a gap as a change of the model.",
             )
@@ -157,21 +160,23 @@ def silence(view: RunView) -> list[Finding]:
         raise NotCheckedError("metrics.jsonl has no time/uptime_seconds")
     uptime, seconds = steps["time/uptime_seconds"], steps["speed/step_seconds"]
     accounted = seconds + steps["time/evaluate_seconds"] + steps["time/checkpoint_seconds"]
-    gap = np.diff(uptime) - accounted[1:]
-    limit = max(_SILENT_STEPS * float(np.median(seconds)), _SILENT_SECONDS) if len(steps) else 0.0
-    silent = np.flatnonzero((gap > limit) & (np.diff(steps.step) == 1)) + 1
+    usual = float(np.median(seconds)) if len(steps) else 0.0
+    gap = np.diff(uptime) - accounted[1:] - usual * (np.diff(steps.step) - 1)
+    silent = np.flatnonzero(gap > max(_SILENT_STEPS * usual, _SILENT_SECONDS)) + 1
     if len(silent):
         worst = int(silent[np.argmax(gap[silent - 1])])
+        spans = [(int(steps.step[i - 1]), int(steps.step[i])) for i in silent.tolist()]
+        beside = sum(any(a <= saved < b for saved in saves) for a, b in spans)
         findings.append(
             Finding(
                 severity="warning",
                 name="silent-gap",
-                steps=ranges(steps.step[silent].tolist()),
-                evidence=f"no line for {gap[worst - 1]:.0f} s before step {steps.step[worst]}, "
-                "with neither a step, an evaluation nor a save to account for it "
-                f"({len(silent)} such gaps, beside a save: "
-                f"{len(saves & {int(s) - 1 for s in steps.step[silent]})})",
-                advice="Was the process suspended, or metrics.jsonl on a disk that blocked?",
+                steps=tuple((b, b) for _, b in spans),
+                evidence=f"before step {steps.step[worst]} {gap[worst - 1]:.0f} s passed that "
+                f"neither steps nor a logged evaluation or save account for; {len(spans)} such "
+                f"gaps, {beside} of them beside a save",
+                advice="Was the process suspended, or the disk of metrics.jsonl blocked? Beside "
+                "a save, it is the save that holds things up.",
             )
         )
     return findings

@@ -44,9 +44,11 @@ def write_page(path: Path, view: RunView, diagnosis: Diagnosis) -> None:
         RunError: plotly is not installed.
         DraftCacheError: the path cannot be written.
     """
-    plots = figure(view, diagnosis.findings).to_html(
-        full_html=False, include_plotlyjs=True, config={"displaylogo": False}
-    )
+    plots = "<p>No step and no evaluation to plot yet.</p>"
+    if len(view.steps) or view.evaluations:
+        plots = figure(view, diagnosis.findings).to_html(
+            full_html=False, include_plotlyjs=True, config={"displaylogo": False}
+        )
     skipped = "".join(
         f" Not checked: {name} ({why})." for name, why in diagnosis.not_checked.items()
     )
@@ -69,11 +71,12 @@ def _table(findings: list[Finding]) -> str:
     if not findings:
         return "<p>No fault found.</p>"
     rows = "".join(
-        f'<tr><td><span class="severity" style="background:{COLORS[finding.severity]}">'
+        f"<tr><td>{number}</td>"
+        f'<td><span class="severity" style="background:{COLORS[finding.severity]}">'
         f"{finding.severity}</span></td>"
         f"<td><b>{escape(finding.name)}</b><br>{escape(format_steps(finding.steps))}</td>"
         f"<td>{escape(finding.evidence)}"
         f'<div class="advice">{escape(finding.advice)}</div></td></tr>'
-        for finding in findings
+        for number, finding in enumerate(findings, 1)
     )
     return f"<table>{rows}</table>"

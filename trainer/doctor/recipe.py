@@ -170,6 +170,7 @@ def noise_schedule(view: RunView) -> list[Finding]:
         Finding(
             severity="error",
             name="noise-not-as-configured",
+            metric="train/noise_scale",
             steps=ranges(steps.step[wrong].tolist()),
             evidence=f"the scale in force differs from the schedule at {int(wrong.sum())} steps, "
             f"by up to {np.nanmax(np.abs(scale - expected)):g}",
@@ -182,6 +183,7 @@ def _dead_noise(schedule: str, value: float, steps: tuple[tuple[int, int], ...] 
     return Finding(
         severity="warning" if not steps else "error",
         name="noise-never-moves",
+        metric="train/noise_scale",
         steps=steps,
         evidence=f"{schedule}, and the scale in force is {value:g} throughout",
         advice="Set noise.scale to what the schedule is to reach, or remove the schedule."
@@ -208,6 +210,7 @@ def learning_rate_schedule(view: RunView) -> list[Finding]:
         Finding(
             severity="error",
             name="learning-rate-not-as-configured",
+            metric="train/lr",
             steps=ranges(steps.step[wrong].tolist()),
             evidence=f"{int(wrong.sum())} steps; at step {steps.step[first]} {lr[first]:g} is in "
             f"force, {expected[first]:g} due",
