@@ -93,6 +93,14 @@ def test_a_thinned_curve_keeps_its_spikes() -> None:
     assert (np.diff(kept) > 0).all()
 
 
+def test_a_smoothed_curve_does_not_rise_before_a_jump(tmp_path: Path) -> None:
+    view = RunView.read(make_run(tmp_path, change=spiked))
+    loss = next(t for t in figure(view, []).data if t.name == "mean of the last 33")
+    before, jump = loss.y[:119], loss.y[119:135]
+    assert before[100:].max() < 3.0
+    assert (np.diff(jump) > 0).all()
+
+
 def test_without_plotly_the_message_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

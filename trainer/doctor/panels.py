@@ -43,10 +43,10 @@ def make_panels(view: RunView, go: Any) -> list[Panel]:
     def smoothed(name: str) -> list[Any]:
         if name not in steps.present:
             return []
-        mean = _running_mean(steps[name])
+        mean = _trailing_mean(steps[name])
         return [
             _line(go, steps.step, steps[name], "step", _PALE),
-            _line(go, steps.step, mean, f"mean of {_SMOOTH}", _BLUE),
+            _line(go, steps.step, mean, f"mean of the last {_SMOOTH}", _BLUE),
         ]
 
     return [
@@ -57,7 +57,7 @@ def make_panels(view: RunView, go: Any) -> list[Panel]:
             is_log=True,
         ),
         Panel(
-            f"training loss by length bucket, short to long (mean of {_SMOOTH})",
+            f"training loss by length bucket, short to long (mean of the last {_SMOOTH})",
             ("train/loss",),
             _by_bucket(view, go),
             is_log=True,
@@ -124,11 +124,13 @@ def thinned(value: Column) -> npt.NDArray[np.int64]:
     return np.array(sorted(kept), np.int64)
 
 
-def _running_mean(value: Column) -> Column:
-    if len(value) < _SMOOTH:
-        return value
-    padded = np.pad(filled(value), _SMOOTH // 2, mode="edge")
-    return np.convolve(padded, np.full(_SMOOTH, 1 / _SMOOTH), "valid")
+def _trailing_mean(value: Column) -> Column:
+    """Mean of each entry and those before it: one around it would rise ahead of a jump."""
+    total = np.cumsum(np.concatenate([[0.0], filled(value)]))
+    stop = np.arange(1, len(value) + 1)
+    start = np.maximum(0, stop - _SMOOTH)
+    means: Column = (total[stop] - total[start]) / (stop - start)
+    return means
 
 
 def _by_bucket(view: RunView, go: Any) -> list[Any]:
@@ -139,7 +141,7 @@ def _by_bucket(view: RunView, go: Any) -> list[Any]:
     last = int(pure.max(initial=0))
     for bucket in sorted(set(pure.tolist()) - {-1}):
         of_bucket = pure == bucket
-        loss = _running_mean(steps.columns["train/loss"][of_bucket])
+        loss = _trailing_mean(steps.columns["train/loss"][of_bucket])
         color = _SHORT_TO_LONG[round(bucket / max(last, 1) * (len(_SHORT_TO_LONG) - 1))]
         traces.append(_line(go, steps.step[of_bucket], loss, f"bucket {bucket}", color))
     return traces
