@@ -1,6 +1,7 @@
 """Each fault of a run is named with its steps; a run without one passes in silence."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from tests.test_trainer.runs import BUCKET_LOSS, STEP_SECONDS, Line, make_config, make_run
+from trainer import checkpoint as checkpoints
 from trainer import config as training
 from trainer.config import TrainConfig
 from trainer.doctor.diagnosis import CHECKS, Diagnosis, diagnose, lines
@@ -248,6 +250,23 @@ def test_a_damaged_checkpoint(tmp_path: Path) -> None:
     fault = the_fault(run, "damaged-checkpoint")
     assert fault.steps == ((100, 100),)
     assert "drafter.safetensors: expected sha256" in fault.evidence
+
+
+def test_a_checkpoint_that_is_rotated_away_meanwhile_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path)
+    read = checkpoints.describe
+
+    def describe(path: Path) -> dict[str, Any]:
+        if path.name == "step-00000100":
+            shutil.rmtree(path)
+        return read(path)
+
+    monkeypatch.setattr(checkpoints, "describe", describe)
+    view = RunView.read(run)
+    assert [held.step for held in view.checkpoints] == [200]
+    assert diagnose(view).findings == []
 
 
 def test_weights_that_do_not_move(tmp_path: Path) -> None:

@@ -115,9 +115,9 @@ class RunView:
             config=config,
             steps=read_steps(run.path / METRICS),
             checkpoints=[
-                _checkpoint(path)
+                held
                 for path in checkpoints.all_paths(run.path)
-                if path.is_dir()  # one in progress may have deleted it meanwhile
+                if (held := _checkpoint(path)) is not None
             ],
             evaluations=run.evaluations(config.train.steps),
             nonfinite={
@@ -187,7 +187,8 @@ def read_steps(path: Path) -> Steps:
     )
 
 
-def _checkpoint(path: Path) -> CheckpointView:
+def _checkpoint(path: Path) -> CheckpointView | None:
+    """The checkpoint at `path`; None if a run in progress deletes it meanwhile."""
     drafter: list[TensorFacts] = []
     optimizer: list[TensorFacts] = []
     payload: dict[str, Any] = {}
@@ -197,6 +198,8 @@ def _checkpoint(path: Path) -> CheckpointView:
         drafter = list(read_facts(path / checkpoints.DRAFTER))
         optimizer = list(read_facts(path / checkpoints.OPTIMIZER))
     except RunError as error:
+        if not path.is_dir():
+            return None
         damage = str(error)
     return CheckpointView(
         path=path,
