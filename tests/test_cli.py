@@ -21,8 +21,10 @@ from cache_builder.progress import Progress
 from shared import cli, config
 from shared.cache import DESCRIPTION, MANIFEST, generation_key
 from tests.conftest import REPOSITORY, conversations, write_jsonl
+from tests.test_trainer.runs import evaluation, make_run
+from tests.test_trainer.runs import make_config as made_config
 from trainer import cli as trainer_cli
-from trainer.config import TrainConfig
+from trainer.config import LossConfig, TrainConfig
 
 Invoke = Callable[..., tuple[int, str, str]]
 INDEX = generation_key(1, "index.safetensors")
@@ -392,3 +394,57 @@ def test_shipped_training_configurations_load_and_name_their_cache(path: Path) -
     assert settings.optimizer.betas == (0.9, 0.95)
     if settings.drafter.block_size == 16:
         assert settings.loss.resolve_gamma(16) == 7.0
+
+
+def test_doctor_exits_with_one_for_a_fault_only(invoke: Invoke, tmp_path: Path) -> None:
+    make_run(tmp_path / "well")
+    code, out, err = invoke("trainer", "doctor", tmp_path / "well")
+    assert (code, errors(err)) == (0, [])
+    assert out.count("\n") == 1
+    assert "no fault found" in out
+
+    gamma = made_config(tmp_path / "ill", loss=LossConfig(gamma=4.0))
+    make_run(tmp_path / "ill", config=gamma)
+    page = tmp_path / "page.html"
+    code, out, err = invoke("trainer", "doctor", tmp_path / "ill", "--json", "--html", page)
+    assert (code, errors(err)) == (1, [])
+    found = json.loads(out)
+    assert found["ok"] is False
+    assert [finding["name"] for finding in found["findings"]] == ["gamma-of-another-block-size"]
+    assert found["checkpoints"] == [100, 200]
+    assert b"gamma-of-another-block-size" in page.read_bytes()
+
+    code, out, err = invoke("trainer", "doctor", tmp_path / "absent")
+    (line,) = errors(err)
+    assert (code, out) == (1, "")
+    assert "no run here" in line
+
+
+def test_inspect_shows_a_checkpoint_and_refuses_a_damaged_one(
+    invoke: Invoke, tmp_path: Path
+) -> None:
+    make_run(tmp_path)
+    path = tmp_path / "checkpoints" / "step-00000200"
+    code, out, _ = invoke("trainer", "inspect", path)
+    assert code == 0
+    assert "0.weight" in out
+    code, out, _ = invoke("trainer", "inspect", path, "--json")
+    assert code == 0
+    assert json.loads(out)["step"] == 200
+    tensors = path / "drafter.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-1])
+    code, out, err = invoke("trainer", "inspect", path)
+    (line,) = errors(err)
+    assert (code, out) == (1, "")
+    assert "drafter.safetensors: expected bytes" in line
+
+
+def test_compare_exits_with_one_if_the_held_out_sets_differ(invoke: Invoke, tmp_path: Path) -> None:
+    first, second = make_run(tmp_path / "a"), make_run(tmp_path / "b")
+    code, out, _ = invoke("trainer", "compare", first.path, second.path)
+    assert code == 0
+    assert "tau walk" in out
+    second.write_evaluation(200, evaluation(1.5, num_anchors=7))
+    code, out, err = invoke("trainer", "compare", first.path, second.path, "--json")
+    assert (code, errors(err)) == (1, [])
+    assert json.loads(out)["comparable"] is False

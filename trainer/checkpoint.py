@@ -101,6 +101,22 @@ def newest_valid(run_dir: Path) -> Path | None:
     return None
 
 
+def all_paths(run_dir: Path) -> list[Path]:
+    """The checkpoints of a run, whole or damaged, by step."""
+    return _checkpoints(run_dir / CHECKPOINTS)
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """What `state.json` of the checkpoint `path` says, all files compared with their digests.
+
+    Raises:
+        RunError: a file is damaged or missing, or the format version is another.
+    """
+    payload = _read_state(path)
+    _check_files(path, payload)
+    return payload
+
+
 def load(path: Path, *, verify: bool = True) -> Snapshot:
     """Read the checkpoint directory `path`.
 
@@ -156,7 +172,7 @@ def _publish(partial: Path, final: Path, payload: dict[str, Any]) -> None:
 
 def _rotate(newest: Path, keep: int) -> None:
     """Delete the checkpoints before `newest`, except the `keep` newest and the best of all."""
-    paths = [path for path in _checkpoints(newest.parent) if _step(path) <= _step(newest)]
+    paths = [path for path in _checkpoints(newest.parent) if step_of(path) <= step_of(newest)]
     scored = []
     for path in paths:
         try:
@@ -164,7 +180,7 @@ def _rotate(newest: Path, keep: int) -> None:
         except RunError:
             continue
         if score is not None:
-            scored.append((score, _step(path), path))
+            scored.append((score, step_of(path), path))
     kept = {*paths[-keep:], *(path for _, _, path in sorted(scored)[-1:])}
     for path in paths:
         if path not in kept:
@@ -176,11 +192,11 @@ def _checkpoints(directory: Path) -> list[Path]:
     """Checkpoint directories, oldest first."""
     return sorted(
         (path for path in directory.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)),
-        key=_step,
+        key=step_of,
     )
 
 
-def _step(path: Path) -> int:
+def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 

@@ -21,6 +21,7 @@ def main() -> None:
       trainer train --config run.toml
       trainer export RUN
       trainer summary RUN
+      trainer doctor RUN
     """
 
 
@@ -90,3 +91,71 @@ def summary(run: Path, as_json: bool) -> None:
         cli.print_json(facts)
     else:
         cli.print_table(rows(facts))
+
+
+@main.command()
+@_run
+@click.option(
+    "--html",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Also write a page with plots, the findings marked; it needs no network.",
+)
+@cli.json_option
+def doctor(run: Path, html: Path | None, as_json: bool) -> None:
+    """Name the faults of a run: steps, evidence, what to do. Exit code 1 if there is one.
+
+    May look at a run in progress. Every checkpoint is read whole.
+    """
+    from trainer.doctor.diagnosis import describe_run, diagnose, lines
+    from trainer.doctor.page import write_page
+    from trainer.doctor.view import RunView
+
+    view = RunView.read(Run(run))
+    diagnosis = diagnose(view)
+    if html is not None:
+        write_page(html, view, diagnosis)
+    if as_json:
+        cli.print_json(describe_run(view) | diagnosis.to_dict())
+    else:
+        for line in lines(view, diagnosis):
+            click.echo(line)
+    if not diagnosis.is_healthy:
+        raise click.exceptions.Exit(1)
+
+
+@main.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@cli.json_option
+def inspect(checkpoint: Path, as_json: bool) -> None:
+    """Tensors, settings and position of a checkpoint directory, or of the newest one of a run."""
+    from trainer.inspect import inspect_checkpoint, rows, tensor_lines
+
+    facts = inspect_checkpoint(checkpoint)
+    if as_json:
+        cli.print_json(facts)
+        return
+    cli.print_table(rows(facts))
+    click.echo()
+    for line in tensor_lines(facts):
+        click.echo(line)
+
+
+@main.command()
+@click.argument("runs", type=click.Path(path_type=Path), nargs=-1, required=True)
+@cli.json_option
+def compare(runs: tuple[Path, ...], as_json: bool) -> None:
+    """Held-out figures of several runs side by side, and the settings in which they differ.
+
+    Exit code 1 if they were not measured on the same held-out samples.
+    """
+    from trainer.compare import compare as compare_runs
+    from trainer.compare import lines
+
+    result = compare_runs([Run(path) for path in runs])
+    if as_json:
+        cli.print_json(result)
+    else:
+        for line in lines(result):
+            click.echo(line)
+    if not result["comparable"]:
+        raise click.exceptions.Exit(1)

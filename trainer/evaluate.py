@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from shared.files import sha256_bytes
 from shared.location import Location
 from trainer.acceptance import chain_accepted, rank_of_gold, segments, tree_accepted
 from trainer.anchors import legal_anchors
@@ -42,7 +43,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Metrics over the held-out samples, the same ones at every call: see `AcceptanceTotals`.
 
-    Every supervised position is an anchor, so nothing is drawn at random.
+    Every supervised position is an anchor, so nothing is drawn at random. `heldout_sha256` is
+    that of the sample ids, and so of the anchors: figures with the same one may be compared.
     """
     config, cache = session.config, session.cache
     edges = bucket_edges(cache.index.num_tokens[session.split.train], config.sampler)
@@ -70,7 +72,11 @@ def evaluate(
             totals.add_walk(chain[begin:end], tree[begin:end])
         progress(done)
     session.drafter.train()
-    return {**totals.summary(), "num_samples": len(chosen)}
+    return {
+        **totals.summary(),
+        "num_samples": len(chosen),
+        "heldout_sha256": sha256_bytes(cache.index.sample_ids[chosen].tobytes()),
+    }
 
 
 def _add_anchors(

@@ -13,7 +13,13 @@ from trainer.batch import Batch, require_no_mask_token
 from trainer.drafter import fit_start_
 from trainer.loss import weighing
 from trainer.noise import add_noise, noise_scale
-from trainer.optim import build_optimizer, learning_rate, scale_and_clip_, set_learning_rate
+from trainer.optim import (
+    build_optimizer,
+    describe,
+    learning_rate,
+    scale_and_clip_,
+    set_learning_rate,
+)
 from trainer.run import Run
 from trainer.session import Session
 from trainer.snapshot import Snapshot, restore, take_snapshot
@@ -29,6 +35,7 @@ class Learner:
 
     Attributes:
         step: optimizer steps done.
+        epoch: of the last micro-batch; None before the first.
         num_nonfinite: steps left out among them, because their loss or gradient was not finite.
     """
 
@@ -39,6 +46,7 @@ class Learner:
         self.optimizer = build_optimizer(session.drafter.named_parameters(), self.config.optimizer)
         self.weigh = weighing(self.config.loss, self.config.drafter.block_size, session.device)
         self.step = 0
+        self.epoch: int | None = None
         self.num_nonfinite = 0
 
     def fit_start(self) -> None:
@@ -55,6 +63,7 @@ class Learner:
         """
         restore(snapshot, self.session.drafter, self.optimizer)
         self.step = snapshot.step
+        self.epoch = snapshot.state.get("epoch")
         self.num_nonfinite = snapshot.state["nonfinite_steps"]
 
     def snapshot(self, score: float | None, state: dict[str, Any]) -> Snapshot:
@@ -66,7 +75,12 @@ class Learner:
             optimizer=self.optimizer,
             config=configs.to_dict(self.config),
             cache=self.session.cache.describe(),
-            state={"nonfinite_steps": self.num_nonfinite, **state},
+            state={
+                "epoch": self.epoch,
+                "nonfinite_steps": self.num_nonfinite,
+                "optimizer": describe(self.optimizer),
+                **state,
+            },
             score=score,
         )
 
@@ -121,7 +135,9 @@ class Learner:
             self._refuse_step(totals, grad_norm)
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
-        return totals.metrics() | {
+        metrics = totals.metrics()
+        self.epoch = metrics["train/epoch"]
+        return metrics | {
             "train/grad_norm": grad_norm,
             "train/lr": lr,
             "train/noise_scale": scale,

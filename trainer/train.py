@@ -19,6 +19,7 @@ from trainer.config import TrainConfig
 from trainer.evaluate import evaluate
 from trainer.learner import Learner
 from trainer.loader import Loader
+from trainer.pauses import Pauses
 from trainer.queue_trend import QueueTrend
 from trainer.run import Run
 from trainer.sampler import iterate
@@ -52,6 +53,7 @@ class Training:
         self.run.begin(config, snapshot)
         self.learner = Learner(self.session, self.run)
         self.queue_trend = QueueTrend()
+        self.pauses = Pauses()
         self.unlogged: dict[str, Any] | None = None
         """Metrics of a step that is done but for its evaluation, which a stop cut short."""
         if snapshot is None:
@@ -118,8 +120,9 @@ class Training:
 
             def save() -> None:
                 nonlocal saved
-                tracker.sync()
-                writer.submit(self.learner.snapshot(score, {"unlogged": finite(self.unlogged)}))
+                with self.pauses.measure("checkpoint"):
+                    tracker.sync()
+                    writer.submit(self.learner.snapshot(score, {"unlogged": finite(self.unlogged)}))
                 saved = self.step
 
             try:
@@ -128,7 +131,8 @@ class Training:
                     metrics = self.unlogged or self._timed_step(batches, loader)
                     self.unlogged = metrics
                     if self._is_due(config.evaluate.every_steps):
-                        heldout = self._evaluate(stop)
+                        with self.pauses.measure("evaluate"):
+                            heldout = self._evaluate(stop)
                         if heldout is None:
                             break
                         score = heldout["tau_walk"]
@@ -175,6 +179,7 @@ class Training:
             "data/wait_share": stats.wait_seconds / seconds,
             "speed/step_seconds": seconds,
             "speed/tokens_per_second": metrics["train/tokens"] / seconds,
+            **self.pauses.take(),
         }
 
     def _evaluate(self, stop: StopRequest) -> dict[str, Any] | None:
