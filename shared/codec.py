@@ -97,7 +97,7 @@ class Codec(Protocol):
     def to_dict(self) -> dict[str, Any]: ...
 
 
-def _blocks(num_tokens: int, values_per_token: int, device: torch.device) -> Iterator[slice]:
+def token_blocks(num_tokens: int, values_per_token: int, device: torch.device) -> Iterator[slice]:
     """The tokens in pieces that suit the device."""
     step = max(num_tokens, 1)
     if device.type == "cpu":
@@ -136,7 +136,7 @@ class LosslessCodec:
         device, shape = hidden_TLD.device, (2 * num_layers, num_tokens, size)
         planes_PTW = torch.empty(shape, dtype=torch.uint8, device=device)
         bits_LTD = hidden_TLD.contiguous().view(torch.int16).transpose(0, 1)
-        for part in _blocks(num_tokens, num_layers * size, device):
+        for part in token_blocks(num_tokens, num_layers * size, device):
             bits = bits_LTD[:, part]
             planes_PTW[:num_layers, part] = bits >> 7
             planes_PTW[num_layers:, part] = (bits & 0x7F) | (bits >> 8 & 0x80)
@@ -147,7 +147,7 @@ class LosslessCodec:
         device, num_layers = packed.planes_PTW.device, num_planes // 2
         shape = (num_tokens, num_layers, size)
         bits_TLD = torch.empty(shape, dtype=torch.int16, device=device)
-        for part in _blocks(num_tokens, num_layers * size, device):
+        for part in token_blocks(num_tokens, num_layers * size, device):
             exponent, rest = packed.planes_PTW[:, part].to(torch.int16).chunk(2)
             bits = exponent.bitwise_left_shift_(7).bitwise_or_(rest & 0x7F)
             bits_TLD[part] = bits.bitwise_or_((rest & 0x80) << 8).transpose(0, 1)
@@ -230,12 +230,18 @@ class LevelCodec:
         num_planes, width = self.plane_shape(num_layers, size)
         planes_PTW = torch.empty((num_planes, num_tokens, width), dtype=torch.uint8, device=device)
         outliers = []
-        for part in _blocks(num_tokens, per_token, device):
+        for part in token_blocks(num_tokens, per_token, device):
             part_TLD = hidden_TLD[part]
-            level_TLD = (part_TLD - calibration.mean_LD).div_(calibration.step_LD).round_()
-            held_TLD = level_TLD.abs() <= self._level_max  # False for NaN and infinities too
-            if not bool(held_TLD.all()):
-                position = held_TLD.logical_not_().flatten().nonzero().squeeze(1)
+            level_TLD = part_TLD.float().sub_(calibration.mean_LD)
+            level_TLD.div_(calibration.step_LD).round_()
+            # Few vectors have a value outside the levels: only those are looked at one by one.
+            peak_TL = torch.linalg.vector_norm(level_TLD, torch.inf, -1)
+            held_TL = peak_TL <= self._level_max  # False for NaN, too
+            if not bool(held_TL.all()):
+                vector = held_TL.flatten().logical_not_().nonzero()
+                level_VD = level_TLD.view(-1, size)[vector.squeeze(1)]
+                outside = (level_VD.abs() <= self._level_max).logical_not_().nonzero()
+                position = vector[outside[:, 0], 0] * size + outside[:, 1]
                 bits = part_TLD.view(torch.int16).flatten()[position]
                 outliers.append((position + part.start * per_token, bits))
                 level_TLD.view(-1)[position] = 0.0
@@ -258,7 +264,7 @@ class LevelCodec:
         hidden_TLD = torch.empty(shape, dtype=torch.bfloat16, device=device)
         planes_PTLW = packed.planes_PTW.view(torch.int8)
         planes_PTLW = planes_PTLW.view(-1, num_tokens, len(mean_LD), mean_LD.shape[1] // 2)
-        for part in _blocks(num_tokens, packed.values_per_token, device):
+        for part in token_blocks(num_tokens, packed.values_per_token, device):
             upper = planes_PTLW[0, part]
             if self.bits == 4:
                 first, second = upper << 4 >> 4, upper >> 4

@@ -258,6 +258,8 @@ class LocalStorage:
 class StoredObject:
     """One open file. Forked processes may read it at once, too."""
 
+    _close = staticmethod(os.close)  # the module is gone when the last objects are
+
     def __init__(self, path: Path, name: str) -> None:
         self._name = name
         self._descriptor = -1
@@ -270,7 +272,7 @@ class StoredObject:
         # Not by a method: a thread may still read what another one has evicted from its cache,
         # and a number closed too early may already belong to another file.
         if self._descriptor >= 0:
-            os.close(self._descriptor)
+            self._close(self._descriptor)
 
     def read_into(self, buffer: memoryview, start: int) -> None:
         done = 0
