@@ -77,7 +77,8 @@ class TargetConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceConfig:
     path: str
-    """A file, a glob, or a directory of *.jsonl or *.jsonl.gz."""
+    """A file, a glob or a directory of JSON lines (*.jsonl, *.jsonl.gz) or Parquet (*.parquet), a
+    directory that `datasets` saved, or `hub:OWNER/NAME[@REVISION][:SUBSET][:SPLIT]`."""
 
     tag: str = ""
     """Name by which the trainer can select these samples; empty takes each row's `source`."""

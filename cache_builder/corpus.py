@@ -1,7 +1,7 @@
 """The dataset as tokenized samples, one at a time, with an account of every row.
 
 A row that cannot be used is dropped under a named reason, counted, and its place remembered.
-Memory does not grow with the dataset but for 16 bytes of identity per sample.
+Memory does not grow with the dataset but for some 18 bytes of identity per sample.
 """
 
 import hashlib
@@ -23,9 +23,11 @@ from cache_builder.conversation import (
     Pretokenized,
     RowRefusedError,
 )
+from cache_builder.id_set import IdSet
 from cache_builder.record import parse_record
 from cache_builder.report import CHOSEN_DROPS, MAX_EXAMPLES, CorpusReport, Tally
-from cache_builder.sources import CHANGED, NOT_CHOSEN, choose_below, find_files, read_rows
+from cache_builder.rows import CHANGED, NOT_CHOSEN, choose_below, read_rows
+from cache_builder.sources import DataFile, find_files
 from cache_builder.template import ChatTemplate, MaskedTokens
 from shared.errors import DataError
 from shared.quantity import count
@@ -101,7 +103,7 @@ def read_corpus(
     supervise_text: bool,
     digests: Mapping[Path, str] | None = None,
     known_tags: Collection[str] = (),
-    on_drop: Callable[[Path, int, Drop], None] | None = None,
+    on_drop: Callable[[str, int, Drop], None] | None = None,
 ) -> CorpusReader:
     """The samples of `sources` in order of files and rows, each identity once.
 
@@ -123,13 +125,13 @@ def read_corpus(
         raise ValueError(f"max_length must be at least 2, got {max_length}")
     files = [(source, find_files(source.path)) for source in sources]
     names = [file for _, own in files for file in own]
-    if digests is not None and (others := sorted(digests.keys() ^ set(names))):
+    if digests is not None and (others := sorted(digests.keys() ^ {file.path for file in names})):
         raise DataError(f"{others[0]}: {CHANGED}")
     tags = set(known_tags)
     tally = Tally()
-    seen: set[bytes] = set()
+    seen = IdSet()
 
-    def read(row: Any, source: SourceConfig, file: Path, number: int) -> TokenizedSample:
+    def read(row: Any, source: SourceConfig, file: DataFile, number: int) -> TokenizedSample:
         if row is NOT_CHOSEN:
             raise RowRefusedError(DropReason.NOT_CHOSEN, "weight or limit leave it out")
         record = parse_record(row)
@@ -149,13 +151,14 @@ def read_corpus(
         sample = TokenizedSample(
             tokens.token_ids[:max_length].astype(np.int32),
             tokens.loss_mask[:max_length],
-            source=source.tag or record.source or file.name.partition(".")[0],
+            source=source.tag or record.source or file.tag,
             file=str(file),
             row=number,
             generated_by=record.generated_by,
         )
         _check_supervision(sample, is_truncated=is_longer)
-        if (identity := bytes.fromhex(sample.sample_id)) in seen:
+        identity = bytes.fromhex(sample.sample_id)
+        if identity in seen:
             raise RowRefusedError(DropReason.DUPLICATE, f"sample {sample.sample_id}")
         tags.add(sample.source)
         if len(tags) > MAX_SOURCES:
@@ -176,11 +179,11 @@ def read_corpus(
         )
         return sample
 
-    def rows() -> Iterator[tuple[SourceConfig, Path, int, Any]]:
+    def rows() -> Iterator[tuple[SourceConfig, DataFile, int, Any]]:
         for source, own in files:
             below = choose_below(own, weight=source.weight, limit=source.limit)
             for file in own:
-                digest = digests[file] if digests is not None else None
+                digest = digests[file.path] if digests is not None else None
                 for number, row in read_rows(file, digest=digest, below=below):
                     yield source, file, number, row
 
@@ -192,7 +195,7 @@ def read_corpus(
             except RowRefusedError as error:
                 tally.drop(f"{file}:{number}", error.drop)
                 if on_drop and row is not NOT_CHOSEN:
-                    on_drop(file, number, error.drop)
+                    on_drop(file.name, number, error.drop)
                 if on_bad_row == "stop" and error.drop.reason not in CHOSEN_DROPS:
                     raise DataError(
                         f"{file}:{number}: {error.drop.reason}: {error.drop.detail}. Fix or "

@@ -14,7 +14,8 @@ from cache_builder.corpus import CorpusReader, read_corpus
 from cache_builder.plan import DROPPED, Plan, PlanWriter, next_plan_id
 from cache_builder.quarantine import quarantined_samples
 from cache_builder.report import MAX_EXAMPLES, UNKNOWN_MODEL, CorpusReport
-from cache_builder.sources import digest_file, find_files
+from cache_builder.rows import digest_file
+from cache_builder.sources import find_files
 from cache_builder.stored_plans import own_plans, share_plan
 from cache_builder.template import ChatTemplate
 from cache_builder.workspace import workspace
@@ -49,14 +50,14 @@ def find_or_make_plan(
     cache = config.cache.path
     sources = config.data.tagged_sources
     files = [(source, file) for source in sources for file in find_files(source.path)]
-    digests = {file: digest_file(file) for _, file in files}
+    digests = {file.path: digest_file(file.path) for _, file in files}
     key = sha256_bytes(
         canonical_json(
             {
                 "fingerprint": spec.fingerprint,
                 "data": configs.to_dict(replace(config.data, sources=("-",))),
                 "files": [
-                    [source.tag, source.weight, source.limit, digests[file]]
+                    [source.tag, source.weight, source.limit, digests[file.path]]
                     for source, file in files
                 ],
                 "shard_mib": config.plan.shard_mib,
@@ -162,7 +163,7 @@ def open_corpus(
     *,
     digests: Mapping[Path, str] | None = None,
     known_tags: Collection[str] = (),
-    on_drop: Callable[[Path, int, Drop], None] | None = None,
+    on_drop: Callable[[str, int, Drop], None] | None = None,
 ) -> CorpusReader:
     """The samples that `config` asks for, tokenized one by one while they are read."""
     return read_corpus(
