@@ -178,6 +178,7 @@ def open_corpus(
         digests=digests,
         known_tags=known_tags,
         on_drop=on_drop,
+        num_processes=config.workers.num_tokenizers,
     )
 
 

@@ -59,6 +59,10 @@ class MaskedTokens:
     num_unsupervised_turns: int = 0
     """Earlier answers whose recorded reasoning the template leaves out."""
 
+    def cut(self, length: int) -> "MaskedTokens":
+        """The first `length` tokens; what was counted stays that of the whole."""
+        return replace(self, token_ids=self.token_ids[:length], loss_mask=self.loss_mask[:length])
+
 
 class ChatTemplate:
     """The chat template and tokenizer of one target, with fixed template arguments."""
