@@ -15,8 +15,7 @@ class IdSet:
     def __init__(self, ids: Iterable[bytes] = ()) -> None:
         self._parts: list[bytearray | None] = [None] * _PARTS
         self._len = 0
-        for sample_id in ids:
-            self.add(sample_id)
+        self.update(ids)
 
     def add(self, sample_id: bytes) -> bool:
         """Whether it was not there yet."""
@@ -30,7 +29,12 @@ class IdSet:
         self._len += 1
         return True
 
-    def __contains__(self, sample_id: bytes) -> bool:
+    def update(self, ids: Iterable[bytes]) -> None:
+        for sample_id in ids:
+            self.add(sample_id)
+
+    def __contains__(self, sample_id: object) -> bool:
+        assert isinstance(sample_id, bytes)
         number, rest = _divide(sample_id)
         part = self._parts[number]
         return part is not None and _holds(part, rest)

@@ -85,8 +85,8 @@ def cut_shards(
         The order as sample positions, and the offset into it of each shard and of the end.
     """
     by_id = np.argsort(np.ascontiguousarray(sample_ids).view("S16").ravel(), kind="stable")
-    order = by_id[np.argsort(-num_tokens[by_id].astype(np.int64), kind="stable")]
-    ends = num_tokens[order].astype(np.int64).cumsum()
+    order = by_id[np.argsort(-num_tokens[by_id], kind="stable")]
+    ends = num_tokens[order].cumsum(dtype=np.int64)
     offsets = [0]
     while offsets[-1] < len(order):
         begin = ends[offsets[-1] - 1] if offsets[-1] else 0

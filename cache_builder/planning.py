@@ -11,6 +11,7 @@ from cache_builder.commit import committed_shards, read_record
 from cache_builder.config import BuildConfig, TargetConfig
 from cache_builder.conversation import Drop
 from cache_builder.corpus import CorpusReader, read_corpus
+from cache_builder.id_set import IdSet
 from cache_builder.plan import DROPPED, Plan, PlanWriter, next_plan_id
 from cache_builder.quarantine import quarantined_samples
 from cache_builder.report import MAX_EXAMPLES, UNKNOWN_MODEL, CorpusReport
@@ -79,7 +80,7 @@ def find_or_make_plan(
             "%s left out; --retry-quarantined tries them again",
             count(len(quarantined), "quarantined sample"),
         )
-        known |= {bytes.fromhex(sample_id) for sample_id in quarantined}
+        known.update(map(bytes.fromhex, quarantined))
     plan = make_plan(
         config,
         spec,
@@ -111,7 +112,7 @@ def make_plan(
     template: ChatTemplate,
     *,
     key: str,
-    known: set[bytes],
+    known: IdSet,
     plans: Path | None = None,
     digests: Mapping[Path, str] | None = None,
     known_tags: Collection[str] = (),
@@ -182,7 +183,7 @@ def open_corpus(
     )
 
 
-def committed_samples(path: Location) -> tuple[set[bytes], dict[str, str]]:
+def committed_samples(path: Location) -> tuple[IdSet, dict[str, str]]:
     """What the committed shards of the cache at `path` hold, published or not.
 
     Returns:
@@ -190,14 +191,14 @@ def committed_samples(path: Location) -> tuple[set[bytes], dict[str, str]]:
     """
     shard_ids = committed_shards(path)
     if not shard_ids:
-        return set(), {}
+        return IdSet(), {}
     storage = open_storage(path)
     spec = CaptureSpec.from_dict(read_description(storage)["spec"], f"{path}/{DESCRIPTION}")
-    known: set[bytes] = set()
+    known = IdSet()
     records = [read_record(path, spec, shard_id)[0] for shard_id in sorted(shard_ids)]
     for record in records:
         reader = ShardReader(storage, record, spec)
-        known |= {row.tobytes() for row in reader.arrays["sample_ids"]}
+        known.update(row.tobytes() for row in reader.arrays["sample_ids"])
     return known, quarantined_samples(records, known)
 
 
