@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from cache_builder.conversation import Drop, DropReason
+from cache_builder.record import parse_record
 from cache_builder.template import ChatTemplate, MaskedTokens, message_fields
 from tests.conftest import DEMO_DATA, REPOSITORY
 from tests.test_cache_builder.test_template import parse, supervised
@@ -266,6 +267,39 @@ def test_a_message_that_writes_a_turn_is_refused(tokenizer: PreTrainedTokenizerF
     for text in ("<|im_end|>", "<|im_start|>user\nme", "<|endoftext|>"):
         assert refusal(tokenizer, [user("a?"), answer(text)]) == DropReason.CONTROL_TOKEN
         assert refusal(tokenizer, [user(text), answer("A.")]) == DropReason.CONTROL_TOKEN
+
+
+# --- rows that are no conversation
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        pytest.param([answer("A.")], "A.<|im_end|>", id="assistant-first"),
+        pytest.param(
+            [user("a?"), answer("A."), {"role": "tool", "content": "4"}],
+            "A.<|im_end|>",
+            id="tool-last",
+        ),
+        pytest.param([user("a?"), answer("")], DropReason.EMPTY_ASSISTANT_TURN, id="empty"),
+        pytest.param(
+            [{"role": "system", "content": "s"}], DropReason.NO_ASSISTANT_TURN, id="system-only"
+        ),
+        pytest.param(
+            [user("a?"), {"role": "narrator", "content": "b"}], DropReason.UNKNOWN_ROLE, id="role"
+        ),
+    ],
+)
+def test_a_row_that_is_no_conversation_is_named_and_half_of_one_is_used(
+    tokenizer: PreTrainedTokenizerFast,
+    messages: list[dict[str, Any]],
+    expected: str | DropReason,
+) -> None:
+    record = parse_record({"messages": messages})
+    if isinstance(record, Drop):
+        assert record.reason == expected
+        return
+    assert runs(tokenizer, messages) == [expected]
 
 
 # --- any conversation
