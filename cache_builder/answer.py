@@ -40,10 +40,13 @@ def locate_answer(
     eos_id: int | None,
     is_last: bool,
     is_cut: bool,
+    is_thought_left_out: bool,
 ) -> Answer | None:
     """What of `span` the target generated. None: an earlier turn without its recorded reasoning.
 
-    With `is_cut` the target did not end the turn: the answer ends with its last character.
+    With `is_cut` the target did not end the turn: the answer ends with its last character. With
+    `is_thought_left_out` the template writes the same without the reasoning, whose words may be
+    those of the answer all the same.
 
     Raises:
         RowRefusedError: reasoning, answer or tool calls are not where they must be.
@@ -51,7 +54,9 @@ def locate_answer(
     start, said = span.start, span.header
     is_unthinking = False
     if message.reasoning:
-        said = text.find(message.reasoning.strip(), span.header, span.limit)
+        said = -1
+        if not is_thought_left_out:
+            said = text.find(message.reasoning.strip(), span.header, span.limit)
         if said < 0 and not is_last:
             return None
         if said < 0:

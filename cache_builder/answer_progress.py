@@ -4,13 +4,13 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol
 
 from tqdm import tqdm
 
 from cache_builder.prompts import PromptCounts
-from cache_builder.sources import count_rows
+from cache_builder.rows import count_rows
+from cache_builder.sources import DataFile
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class AnswerProgress:
     (answered before, twice the same, dropped) leaves the total again.
     """
 
-    def __init__(self, files: Sequence[Path], limit: int | None) -> None:
+    def __init__(self, files: Sequence[DataFile], limit: int | None) -> None:
         self._num_rows = sum(map(count_rows, files))
         self._limit = limit
         self._started = self._spoke = time.monotonic()

@@ -77,7 +77,8 @@ class TargetConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceConfig:
     path: str
-    """A file, a glob, or a directory of *.jsonl or *.jsonl.gz."""
+    """A file, a glob or a directory of JSON lines (*.jsonl, *.jsonl.gz) or Parquet (*.parquet), a
+    directory that `datasets` saved, or `hub:OWNER/NAME[@REVISION][:SUBSET][:SPLIT]`."""
 
     tag: str = ""
     """Name by which the trainer can select these samples; empty takes each row's `source`."""
@@ -191,6 +192,10 @@ class WorkersConfig:
     its cores and memory hold. Never more than shards. One worker runs inside the calling process.
     """
 
+    num_tokenizers: int = 0
+    """Processes that tokenize a dataset of more than 10,000 rows; 0 takes one per core, 8 at most.
+    Any number gives the same samples."""
+
     threads: int = 1
     """CPU threads of one worker's forward. Many workers of one thread are faster than one of many,
     as long as memory holds a copy of the target for each. In bfloat16 other values give other bits.
@@ -199,6 +204,10 @@ class WorkersConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.num_workers <= MAX_WORKERS:
             raise ValueError(f"num_workers must be in [0, {MAX_WORKERS}], got {self.num_workers}")
+        if not 0 <= self.num_tokenizers <= MAX_WORKERS:
+            raise ValueError(
+                f"num_tokenizers must be in [0, {MAX_WORKERS}], got {self.num_tokenizers}"
+            )
         names = () if isinstance(self.devices, str) else self.devices
         if not self.devices:
             raise ValueError('devices must name at least one, or be "auto"')

@@ -1,7 +1,7 @@
 """The dataset as tokenized samples, one at a time, with an account of every row.
 
 A row that cannot be used is dropped under a named reason, counted, and its place remembered.
-Memory does not grow with the dataset but for 16 bytes of identity per sample.
+Memory does not grow with the dataset but for some 18 bytes of identity per sample.
 """
 
 import hashlib
@@ -15,26 +15,25 @@ import numpy as np
 import numpy.typing as npt
 
 from cache_builder.config import SourceConfig
-from cache_builder.conversation import (
-    Conversation,
-    Drop,
-    DropReason,
-    PlainText,
-    Pretokenized,
-    RowRefusedError,
-)
-from cache_builder.record import parse_record
+from cache_builder.conversation import Drop, DropReason
+from cache_builder.id_set import IdSet
 from cache_builder.report import CHOSEN_DROPS, MAX_EXAMPLES, CorpusReport, Tally
-from cache_builder.sources import CHANGED, NOT_CHOSEN, choose_below, find_files, read_rows
-from cache_builder.template import ChatTemplate, MaskedTokens
+from cache_builder.rows import CHANGED, NOT_CHOSEN, choose_below, read_rows
+from cache_builder.sources import DataFile, find_files
+from cache_builder.template import ChatTemplate
+from cache_builder.tokenized_row import RowRules, TokenizedRow
+from cache_builder.tokenizer_pool import tokenize_rows
 from shared.errors import DataError
 from shared.quantity import count
 
 SAMPLE_ID_BYTES = 16
-MAX_ID = 2**31 - 1
 
 MAX_SOURCES = 2**15
 """Different source tags in one cache: shards and index store their positions as int16."""
+
+_LEFT_OUT = Drop(DropReason.NOT_CHOSEN, "weight or limit leave it out")
+_Place = tuple[SourceConfig, DataFile, int]
+"""Where a row is: its source, its file and its number there."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +100,8 @@ def read_corpus(
     supervise_text: bool,
     digests: Mapping[Path, str] | None = None,
     known_tags: Collection[str] = (),
-    on_drop: Callable[[Path, int, Drop], None] | None = None,
+    on_drop: Callable[[str, int, Drop], None] | None = None,
+    num_processes: int = 0,
 ) -> CorpusReader:
     """The samples of `sources` in order of files and rows, each identity once.
 
@@ -113,139 +113,90 @@ def read_corpus(
         known_tags: source tags that the cache has already.
         on_drop: called with file, row and reason of every row that is dropped, but for those that
             `weight` and `limit` of a source leave out.
+        num_processes: as in `tokenize_rows`.
 
     Raises:
         DataError: a source names no file, or others than in `digests`. While reading: a file is
             not as its digest says, a line is not JSON, a row cannot be used and `on_bad_row` is
             `stop`, there are more than `MAX_SOURCES` tags, or no row at all can be used.
     """
-    if max_length < 2:
-        raise ValueError(f"max_length must be at least 2, got {max_length}")
+    rules = RowRules(
+        vocab_size=vocab_size,
+        max_length=max_length,
+        truncation=truncation,
+        cut_off_answers=cut_off_answers,
+        supervise_text=supervise_text,
+    )
     files = [(source, find_files(source.path)) for source in sources]
     names = [file for _, own in files for file in own]
-    if digests is not None and (others := sorted(digests.keys() ^ set(names))):
+    if digests is not None and (others := sorted(digests.keys() ^ {file.path for file in names})):
         raise DataError(f"{others[0]}: {CHANGED}")
     tags = set(known_tags)
     tally = Tally()
-    seen: set[bytes] = set()
+    seen = IdSet()
 
-    def read(row: Any, source: SourceConfig, file: Path, number: int) -> TokenizedSample:
-        if row is NOT_CHOSEN:
-            raise RowRefusedError(DropReason.NOT_CHOSEN, "weight or limit leave it out")
-        record = parse_record(row)
-        if isinstance(record, Drop):
-            raise RowRefusedError(record.reason, record.detail)
-        tally.totals["num_cut_off"] += record.is_cut_off
-        if record.is_cut_off and cut_off_answers == "drop":
-            raise RowRefusedError(DropReason.CUT_OFF, "the answer hit the token limit")
-        tokens = _tokenize(record, template, supervise_text)
-        _check_ids(tokens.token_ids, template.bos_id, vocab_size)
-        is_longer = len(tokens.token_ids) > max_length
-        if is_longer and truncation == "drop":
-            raise RowRefusedError(
-                DropReason.TOO_LONG,
-                f"{count(len(tokens.token_ids), 'token')}, at most {max_length:,}",
-            )
+    def use(
+        row: TokenizedRow, source: SourceConfig, file: DataFile, number: int
+    ) -> TokenizedSample | Drop:
+        tokens = row.tokens
         sample = TokenizedSample(
-            tokens.token_ids[:max_length].astype(np.int32),
-            tokens.loss_mask[:max_length],
-            source=source.tag or record.source or file.name.partition(".")[0],
+            tokens.token_ids,
+            tokens.loss_mask,
+            source=source.tag or row.source or file.tag,
             file=str(file),
             row=number,
-            generated_by=record.generated_by,
+            generated_by=row.generated_by,
         )
-        _check_supervision(sample, is_truncated=is_longer)
-        if (identity := bytes.fromhex(sample.sample_id)) in seen:
-            raise RowRefusedError(DropReason.DUPLICATE, f"sample {sample.sample_id}")
+        if not seen.add(bytes.fromhex(sample.sample_id)):
+            return Drop(DropReason.DUPLICATE, f"sample {sample.sample_id}")
         tags.add(sample.source)
         if len(tags) > MAX_SOURCES:
             raise DataError(
                 f"{file}:{number}: source tag {sample.source[:40]!r} is one more than the "
                 f"{MAX_SOURCES:,} that a cache can have. Give the files of data.sources a `tag`."
             )
-        seen.add(identity)
         tally.keep(
             source=sample.source,
             generated_by=sample.generated_by,
             num_tokens=len(sample.token_ids),
             num_supervised_tokens=int(sample.loss_mask.sum()),
-            num_truncated=is_longer,
+            num_truncated=row.is_truncated,
             num_straddling_tokens=tokens.num_straddling,
             num_unthinking=tokens.num_unthinking,
             num_unsupervised_turns=tokens.num_unsupervised_turns,
         )
         return sample
 
-    def rows() -> Iterator[tuple[SourceConfig, Path, int, Any]]:
+    def rows() -> Iterator[tuple[_Place, Any]]:
         for source, own in files:
             below = choose_below(own, weight=source.weight, limit=source.limit)
             for file in own:
-                digest = digests[file] if digests is not None else None
+                digest = digests[file.path] if digests is not None else None
                 for number, row in read_rows(file, digest=digest, below=below):
-                    yield source, file, number, row
+                    yield (source, file, number), _LEFT_OUT if row is NOT_CHOSEN else row
 
     def samples() -> Iterator[TokenizedSample]:
-        for source, file, number, row in rows():
+        for (source, file, number), outcome in tokenize_rows(
+            rows(), template, rules, num_processes=num_processes
+        ):
             tally.totals["num_rows"] += 1
-            try:
-                sample = read(row, source, file, number)
-            except RowRefusedError as error:
-                tally.drop(f"{file}:{number}", error.drop)
-                if on_drop and row is not NOT_CHOSEN:
-                    on_drop(file, number, error.drop)
-                if on_bad_row == "stop" and error.drop.reason not in CHOSEN_DROPS:
-                    raise DataError(
-                        f"{file}:{number}: {error.drop.reason}: {error.drop.detail}. Fix or "
-                        'delete the row, or set data.on_bad_row = "count".'
-                    ) from error
+            tally.totals["num_cut_off"] += outcome.is_cut_off
+            row = outcome.result
+            found = row if isinstance(row, Drop) else use(row, source, file, number)
+            if isinstance(found, TokenizedSample):
+                yield found
                 continue
-            yield sample
+            tally.drop(f"{file}:{number}", found)
+            if on_drop and found.reason != DropReason.NOT_CHOSEN:
+                on_drop(file.name, number, found)
+            if on_bad_row == "stop" and found.reason not in CHOSEN_DROPS:
+                raise DataError(
+                    f"{file}:{number}: {found.reason}: {found.detail}. Fix or delete the row, or "
+                    'set data.on_bad_row = "count".'
+                )
         _check_not_empty(tally.report(), [str(name) for name in names])
 
     return CorpusReader(samples(), tally)
-
-
-def _tokenize(
-    record: Conversation | PlainText | Pretokenized, template: ChatTemplate, supervise_text: bool
-) -> MaskedTokens:
-    tokens: MaskedTokens | Drop
-    match record:
-        case Conversation():
-            tokens = template.tokenize(record)
-        case PlainText() if supervise_text:
-            tokens = template.tokenize_text(record.text)
-        case PlainText():
-            tokens = Drop(
-                DropReason.MASK_NOT_PROVABLE,
-                "plain text does not show what the target would generate",
-            )
-        case Pretokenized():
-            # Ids beyond int32 are out of range for any target; clipped, they still are.
-            ids = [max(-1, min(value, MAX_ID)) for value in record.token_ids]
-            tokens = MaskedTokens(np.array(ids, np.int32), np.array(record.loss_mask, np.uint8))
-    if isinstance(tokens, Drop):
-        raise RowRefusedError(tokens.reason, tokens.detail)
-    return tokens
-
-
-def _check_ids(ids: npt.NDArray[np.int32], bos_id: int | None, vocab_size: int) -> None:
-    if len(outside := np.flatnonzero((ids < 0) | (ids >= vocab_size))):
-        raise RowRefusedError(
-            DropReason.ID_OUT_OF_RANGE,
-            f"id {ids[outside[0]]} at position {outside[0]}, expected 0 to {vocab_size - 1}",
-        )
-    if bos_id is not None and ids[:2].tolist() == [bos_id, bos_id]:
-        raise RowRefusedError(DropReason.DOUBLE_BOS, f"begin token {bos_id} twice at the start")
-
-
-def _check_supervision(sample: TokenizedSample, *, is_truncated: bool) -> None:
-    """A block is drafted from a supervised token to the supervised ones behind it: two at least."""
-    mask = sample.loss_mask
-    if not (mask[:-1] & mask[1:]).any():
-        raise RowRefusedError(
-            DropReason.TRUNCATED_WITHOUT_SUPERVISION if is_truncated else DropReason.TOO_SHORT,
-            f"no two adjacent supervised tokens in {len(mask)}",
-        )
 
 
 def _check_not_empty(report: CorpusReport, files: Sequence[str]) -> None:

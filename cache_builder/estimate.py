@@ -40,7 +40,7 @@ def estimate(config: BuildConfig) -> dict[str, Any]:
     spec = describe_capture(config, target_path, template)
     path = config.cache.path
     known, quarantined = committed_samples(path)
-    known |= {bytes.fromhex(sample_id) for sample_id in quarantined}  # as a build does
+    known.update(map(bytes.fromhex, quarantined))  # as a build does
     parent = next(p for p in workspace(path).absolute().parents if p.is_dir())
     with tempfile.TemporaryDirectory(prefix=".estimate-", dir=parent) as name:
         scratch = Path(name) / "cache"

@@ -113,8 +113,9 @@ def _select(cache: Cache, others: Sequence[Cache]) -> tuple[list[Selection], int
     known, _ = committed_samples(cache.path)
     selections, num_seen = [], 0
     for other in others:
-        wanted = {row.tobytes() for row in other.index.sample_ids} - known
-        known |= wanted
+        ids = map(bytes, other.index.sample_ids)
+        wanted = {sample_id for sample_id in ids if sample_id not in known}
+        known.update(wanted)
         num_seen += len(other.index)
         for shard_id in other.shard_ids:
             selection = select(other.storage, other.record(shard_id), other.spec, wanted)

@@ -6,6 +6,7 @@ back. Samples are planned by id, so that no order, rank or count of workers can 
 
 import json
 import re
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -59,6 +60,8 @@ _ARRAYS: dict[str, Any] = {
     "order": np.int64,
     "shard_offsets": np.int64,
 }
+_COLUMNS = ("split_keys", "num_tokens", "source", "file", "source_row")
+"""Those that hold one value of each sample as it came."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -82,8 +85,8 @@ def cut_shards(
         The order as sample positions, and the offset into it of each shard and of the end.
     """
     by_id = np.argsort(np.ascontiguousarray(sample_ids).view("S16").ravel(), kind="stable")
-    order = by_id[np.argsort(-num_tokens[by_id].astype(np.int64), kind="stable")]
-    ends = num_tokens[order].astype(np.int64).cumsum()
+    order = by_id[np.argsort(-num_tokens[by_id], kind="stable")]
+    ends = num_tokens[order].cumsum(dtype=np.int64)
     offsets = [0]
     while offsets[-1] < len(order):
         begin = ends[offsets[-1] - 1] if offsets[-1] else 0
@@ -208,16 +211,18 @@ def _read_description(directory: Path) -> dict[str, Any]:
 
 
 class PlanWriter:
-    """Collects tokenized samples on disk and turns them into a plan. Memory: 60 bytes a sample."""
+    """Collects tokenized samples on disk and turns them into a plan.
+
+    Memory: 45 bytes a sample while they are collected, twice that while they are put in order.
+    """
 
     def __init__(self, plans: Path, plan_id: str) -> None:
         self._target = plans / plan_id
         self._wip = plans / f"{plan_id}.wip"
         remove_tree(self._wip)
-        self._columns: dict[str, list[Any]] = {
-            name: []
-            for name in ("sample_ids", "split_keys", "num_tokens", "source", "file", "source_row")
-        }
+        self._sample_ids = bytearray()
+        self._columns = {name: array(np.dtype(_ARRAYS[name]).char) for name in _COLUMNS}
+        self._len = 0
         self._sources: dict[str, int] = {}
         self._files: dict[str, int] = {}
         with writing(self._wip):
@@ -230,8 +235,8 @@ class PlanWriter:
         with writing(self._wip):
             self._token_file.write(sample.token_ids.astype("<i4").tobytes())
             self._mask_file.write(sample.loss_mask.astype("u1").tobytes())
+        self._sample_ids += bytes.fromhex(sample.sample_id)
         values = {
-            "sample_ids": bytes.fromhex(sample.sample_id),
             "split_keys": sample.split_key,
             "num_tokens": len(sample.token_ids),
             "source": self._sources.setdefault(sample.source, len(self._sources)),
@@ -240,15 +245,16 @@ class PlanWriter:
         }
         for name, value in values.items():
             self._columns[name].append(value)
+        self._len += 1
 
-    def note_drop(self, file: Path, row: int, drop: Drop) -> None:
+    def note_drop(self, file: str, row: int, drop: Drop) -> None:
         """Write down a row that gives no sample."""
-        line = {"file": str(file), "row": row, "reason": drop.reason, "detail": drop.detail}
+        line = {"file": file, "row": row, "reason": drop.reason, "detail": drop.detail}
         with writing(self._wip):
             self._dropped_file.write(json.dumps(line).encode() + b"\n")
 
     def __len__(self) -> int:
-        return len(self._columns["num_tokens"])
+        return self._len
 
     def commit(
         self,
@@ -266,33 +272,32 @@ class PlanWriter:
             shard_sizes: instead of that, the samples of each shard; they were added in this order.
         """
         self.close()
-        ids = np.frombuffer(b"".join(self._columns["sample_ids"]), np.uint8)
-        arrays = {
-            name: np.array(values, _ARRAYS[name])
-            for name, values in self._columns.items()
-            if name != "sample_ids"
-        }
-        arrays["sample_ids"] = ids.reshape(-1, SAMPLE_ID_BYTES)
-        lengths = arrays["num_tokens"].astype(np.int64)
-        arrays["offset"] = lengths.cumsum() - lengths
+        arrays = self._take_columns()
+        num_tokens = arrays["num_tokens"]
+        ends = num_tokens.cumsum(dtype=np.int64)
+        total = int(ends[-1]) if len(ends) else 0
+        ends -= num_tokens
+        arrays["offset"] = ends
         if shard_sizes is None:
             arrays["order"], arrays["shard_offsets"] = cut_shards(
-                arrays["num_tokens"], arrays["sample_ids"], shard_tokens
+                num_tokens, arrays["sample_ids"], shard_tokens
             )
         else:
             assert sum(shard_sizes) == len(self)
             arrays["order"] = np.arange(len(self), dtype=np.int64)
             arrays["shard_offsets"] = np.cumsum([0, *shard_sizes], dtype=np.int64)
+        num_shards = len(arrays["shard_offsets"]) - 1
         with writing(self._wip):
             save_file(arrays, self._wip / _SAMPLES)
+            del arrays, num_tokens, ends  # what follows reads them again
             fields = {
                 "key": key,
                 "forward": asdict(forward),
                 "sources": list(self._sources),
                 "corpus_files": list(self._files),
                 "num_samples": len(self),
-                "num_tokens": int(lengths.sum()),
-                "num_shards": len(arrays["shard_offsets"]) - 1,
+                "num_tokens": total,
+                "num_shards": num_shards,
                 "shard_tokens": shard_tokens,
                 "report": report,
                 "files": {
@@ -303,6 +308,15 @@ class PlanWriter:
             write_json(self._wip / DESCRIPTION, {**fields, _OWN_DIGEST: digest})
             commit_directory(self._wip, self._target)
         return Plan(self._target)
+
+    def _take_columns(self) -> dict[str, npt.NDArray[Any]]:
+        """What was collected, as arrays. It is not held any more."""
+        arrays: dict[str, npt.NDArray[Any]] = {
+            name: np.frombuffer(self._columns.pop(name), _ARRAYS[name]) for name in _COLUMNS
+        }
+        ids, self._sample_ids = self._sample_ids, bytearray()
+        arrays["sample_ids"] = np.frombuffer(ids, np.uint8).reshape(-1, SAMPLE_ID_BYTES)
+        return arrays
 
     def close(self) -> None:
         with writing(self._wip), ExitStack() as files:

@@ -11,10 +11,12 @@ from cache_builder.commit import committed_shards, read_record
 from cache_builder.config import BuildConfig, TargetConfig
 from cache_builder.conversation import Drop
 from cache_builder.corpus import CorpusReader, read_corpus
+from cache_builder.id_set import IdSet
 from cache_builder.plan import DROPPED, Plan, PlanWriter, next_plan_id
 from cache_builder.quarantine import quarantined_samples
 from cache_builder.report import MAX_EXAMPLES, UNKNOWN_MODEL, CorpusReport
-from cache_builder.sources import digest_file, find_files
+from cache_builder.rows import digest_file
+from cache_builder.sources import find_files
 from cache_builder.stored_plans import own_plans, share_plan
 from cache_builder.template import ChatTemplate
 from cache_builder.workspace import workspace
@@ -49,14 +51,14 @@ def find_or_make_plan(
     cache = config.cache.path
     sources = config.data.tagged_sources
     files = [(source, file) for source in sources for file in find_files(source.path)]
-    digests = {file: digest_file(file) for _, file in files}
+    digests = {file.path: digest_file(file.path) for _, file in files}
     key = sha256_bytes(
         canonical_json(
             {
                 "fingerprint": spec.fingerprint,
                 "data": configs.to_dict(replace(config.data, sources=("-",))),
                 "files": [
-                    [source.tag, source.weight, source.limit, digests[file]]
+                    [source.tag, source.weight, source.limit, digests[file.path]]
                     for source, file in files
                 ],
                 "shard_mib": config.plan.shard_mib,
@@ -78,7 +80,7 @@ def find_or_make_plan(
             "%s left out; --retry-quarantined tries them again",
             count(len(quarantined), "quarantined sample"),
         )
-        known |= {bytes.fromhex(sample_id) for sample_id in quarantined}
+        known.update(map(bytes.fromhex, quarantined))
     plan = make_plan(
         config,
         spec,
@@ -110,7 +112,7 @@ def make_plan(
     template: ChatTemplate,
     *,
     key: str,
-    known: set[bytes],
+    known: IdSet,
     plans: Path | None = None,
     digests: Mapping[Path, str] | None = None,
     known_tags: Collection[str] = (),
@@ -162,7 +164,7 @@ def open_corpus(
     *,
     digests: Mapping[Path, str] | None = None,
     known_tags: Collection[str] = (),
-    on_drop: Callable[[Path, int, Drop], None] | None = None,
+    on_drop: Callable[[str, int, Drop], None] | None = None,
 ) -> CorpusReader:
     """The samples that `config` asks for, tokenized one by one while they are read."""
     return read_corpus(
@@ -177,10 +179,11 @@ def open_corpus(
         digests=digests,
         known_tags=known_tags,
         on_drop=on_drop,
+        num_processes=config.workers.num_tokenizers,
     )
 
 
-def committed_samples(path: Location) -> tuple[set[bytes], dict[str, str]]:
+def committed_samples(path: Location) -> tuple[IdSet, dict[str, str]]:
     """What the committed shards of the cache at `path` hold, published or not.
 
     Returns:
@@ -188,14 +191,14 @@ def committed_samples(path: Location) -> tuple[set[bytes], dict[str, str]]:
     """
     shard_ids = committed_shards(path)
     if not shard_ids:
-        return set(), {}
+        return IdSet(), {}
     storage = open_storage(path)
     spec = CaptureSpec.from_dict(read_description(storage)["spec"], f"{path}/{DESCRIPTION}")
-    known: set[bytes] = set()
+    known = IdSet()
     records = [read_record(path, spec, shard_id)[0] for shard_id in sorted(shard_ids)]
     for record in records:
         reader = ShardReader(storage, record, spec)
-        known |= {row.tobytes() for row in reader.arrays["sample_ids"]}
+        known.update(row.tobytes() for row in reader.arrays["sample_ids"])
     return known, quarantined_samples(records, known)
 
 

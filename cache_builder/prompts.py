@@ -4,13 +4,13 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from cache_builder.answer_file import KEY_BYTES, AnswerFile
 from cache_builder.conversation import Conversation, Drop, RowRefusedError
 from cache_builder.exchange import Prompt
 from cache_builder.record import parse_prompt
-from cache_builder.sources import read_rows
+from cache_builder.rows import read_rows
+from cache_builder.sources import DataFile
 from cache_builder.template import ChatTemplate
 from shared.errors import DataError
 from shared.files import canonical_json, sha256_bytes
@@ -35,7 +35,7 @@ class PromptCounts:
 
 
 def read_prompts(
-    files: Sequence[Path],
+    files: Sequence[DataFile],
     template: ChatTemplate,
     answers: AnswerFile,
     counts: PromptCounts,

@@ -1,11 +1,11 @@
 """Samples whose states could not be used: which they are now, whatever happened in between."""
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from shared.manifest import ShardRecord
 
 
-def quarantined_samples(records: Iterable[ShardRecord], stored: set[bytes]) -> dict[str, str]:
+def quarantined_samples(records: Iterable[ShardRecord], stored: Container[bytes]) -> dict[str, str]:
     """Id to reason of the samples that some record could not store and no shard has.
 
     Records are never changed: a sample that was captured at a later try stays in the record of the

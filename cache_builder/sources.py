@@ -1,56 +1,67 @@
-"""The files of a dataset and their rows."""
+"""The files of a dataset: those that a source names, in the order in which they are read."""
 
-import gzip
-import hashlib
-import heapq
-import io
 import json
-import zlib
-from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from shared.errors import DataError
-from shared.files import sha256_file
 
-SUFFIXES = (".jsonl", ".jsonl.gz")
-CHANGED = (
-    "changed while it was read. Nothing was captured from it: wait until whatever writes the data "
-    "is done, and run the same command again."
-)
-_BUFFER_BYTES = 2**20
+SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".arrow")
+HUB = "hub:"
 
-HASHES = 2**64
-"""Hashes of rows lie below it."""
+_SAVED = "state.json"
+"""In a directory that `datasets` wrote by `save_to_disk`."""
 
-NOT_CHOSEN = object()
-"""Stands for a row that `weight` or `limit` leave out."""
+_SAVED_SPLITS = "dataset_dict.json"
+_KINDS = ", ".join(f"*{suffix}" for suffix in SUFFIXES)
 
 
-def find_files(path: str) -> list[Path]:
-    """The files that one source names: itself, what a glob matches, or a directory's *.jsonl.
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    path: Path
+
+    name: str
+    """What messages and plans call it: the path, or where on the hub it comes from."""
+
+    tag: str
+    """Source of its samples where neither the configuration nor the row names one."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def find_files(path: str) -> list[DataFile]:
+    """The files that one source names.
+
+    Args:
+        path: a file, a glob, a directory of data files, a directory that `datasets` saved, or a
+            dataset of the hub: `hub:OWNER/NAME[@REVISION][:SUBSET][:SPLIT]`.
 
     Raises:
-        DataError: there is none, or one is not JSON lines by its name.
+        DataError: there is none, or one is of no known kind by its name.
     """
+    if path.startswith(HUB):
+        from cache_builder.hub import fetch_dataset
+
+        dataset = fetch_dataset(path.removeprefix(HUB))
+        return [
+            DataFile(file, f"{HUB}{dataset.name}/{file.name}", dataset.tag)
+            for file in dataset.files
+        ]
     try:
         return _find_files(path)
+    except DataError:
+        raise
     except OSError as error:
         raise DataError(f"{path}: cannot be looked at ({error.strerror}).") from error
     except (ValueError, NotImplementedError) as error:
         raise DataError(f"{path}: not a pattern ({error}).") from error
 
 
-def _find_files(path: str) -> list[Path]:
+def _find_files(path: str) -> list[DataFile]:
     place = Path(path)
     if place.is_dir():
-        files = [file for file in sorted(place.iterdir()) if file.name.endswith(SUFFIXES)]
-        if not files:
-            raise DataError(
-                f"{path}: no *.jsonl or *.jsonl.gz in this directory. Name the files, or write "
-                "the dataset as JSON lines, one conversation per line."
-            )
-        return files
+        return _in_directory(place)
     if place.exists():
         files = [place]
     elif any(sign in path for sign in "*?["):
@@ -64,123 +75,52 @@ def _find_files(path: str) -> list[Path]:
     for file in files:
         if not file.name.endswith(SUFFIXES):
             raise DataError(
-                f"{file}: expected a name ending in .jsonl or .jsonl.gz. Write the dataset as "
-                "JSON lines, one conversation per line."
+                f"{file}: expected one of {_KINDS}. Write the dataset as JSON lines, one "
+                "conversation per line, or as Parquet."
             )
-    return files
+    return [DataFile(file, str(file), file.name.partition(".")[0]) for file in files]
 
 
-class _Hashed(io.RawIOBase):
-    """A file that hashes what is read of it."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file.open("rb", buffering=0)
-        self.digest = hashlib.sha256()
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        count = self._file.readinto(buffer) or 0
-        self.digest.update(memoryview(buffer)[:count])
-        return count
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-
-def digest_file(file: Path) -> str:
-    """SHA-256 of a file of the dataset.
-
-    Raises:
-        DataError: it cannot be read.
-    """
-    try:
-        return sha256_file(file)
-    except OSError as error:
-        raise DataError(f"{file}: cannot be read ({error}).") from error
-
-
-def choose_below(files: Iterable[Path], *, weight: float, limit: int | None) -> int:
-    """The bound below which the hash of a row must lie for the row to be taken.
-
-    Depends on the contents of the rows only, not on their order or number: a row that is taken
-    stays so while others are added, as long as `limit` is not reached.
-
-    Args:
-        weight: share of the rows.
-        limit: rows at most; equal ones count once.
-    """
-    below = int(weight * HASHES)
-    if limit is None:
-        return below
-    smallest: list[int] = []  # negated: the root of the heap is the largest
-    held: set[int] = set()
-    for file in files:
-        for _, line in _read_lines(file):
-            number = _row_hash(line)
-            if number >= below or number in held:
-                continue
-            held.add(number)
-            heapq.heappush(smallest, -number)
-            if len(smallest) > limit:
-                held.remove(below := -heapq.heappop(smallest))
-    return below
-
-
-def read_rows(
-    file: Path, *, digest: str | None = None, below: int = HASHES
-) -> Iterator[tuple[int, Any]]:
-    """Line number, from 1, and JSON value of every line that is not blank.
-
-    Args:
-        digest: what the bytes read must hash to; compared when all are read.
-        below: as `choose_below` gave it; rows that are not taken come as `NOT_CHOSEN`.
-
-    Raises:
-        DataError: a line is not JSON in UTF-8, the file cannot be read, or it has other bytes than
-            `digest` says.
-    """
-    for number, line in _read_lines(file, digest):
-        is_chosen = below >= HASHES or _row_hash(line) < below
-        yield number, _parse(file, number, line) if is_chosen else NOT_CHOSEN
-
-
-def count_rows(file: Path) -> int:
-    """Lines that are not blank.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
-    return sum(1 for _ in _read_lines(file))
-
-
-def _row_hash(line: bytes) -> int:
-    return int.from_bytes(hashlib.sha256(line.strip()).digest()[:8], "big")
-
-
-def _read_lines(file: Path, digest: str | None = None) -> Iterator[tuple[int, bytes]]:
-    number = 0
-    try:
-        with _Hashed(file) as raw, io.BufferedReader(raw, _BUFFER_BYTES) as data:
-            with gzip.open(data) if file.suffix == ".gz" else data as lines:
-                for number, line in enumerate(lines, 1):
-                    if line.strip():
-                        yield number, line
-            if digest is not None and raw.digest.hexdigest() != digest:
-                raise DataError(f"{file}: {CHANGED}")
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{file}: cannot be read after line {number} ({error}).") from error
-
-
-def _parse(file: Path, number: int, line: bytes) -> Any:
-    try:
-        return json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-    except (ValueError, RecursionError) as error:
-        hint = "Fix or delete the line."
-        if number == 1 and line.lstrip().startswith(b"["):
-            hint = "The file looks like one JSON array: write one object per line instead."
+def _in_directory(place: Path) -> list[DataFile]:
+    if (place / _SAVED_SPLITS).is_file():
+        splits = sorted(file.parent.name for file in place.glob(f"*/{_SAVED}"))
         raise DataError(
-            f"{file}:{number}: expected one JSON object per line, found {error}. {hint}"
+            f"{place}: a saved dataset of {len(splits)} splits ({', '.join(splits)}). Name the "
+            f"directory of one, {place / (splits or ['SPLIT'])[0]}, or several as several sources."
+        )
+    if (place / _SAVED).is_file():
+        return [
+            DataFile(file, str(file), place.resolve().name) for file in _saved_files(place / _SAVED)
+        ]
+    files = [file for file in sorted(place.iterdir()) if file.name.endswith(SUFFIXES)]
+    if not files:
+        raise DataError(
+            f"{place}: expected one of {_KINDS} in this directory, found none. Name the files, "
+            "or write the dataset as JSON lines, one conversation per line."
+        )
+    return [DataFile(file, str(file), file.name.partition(".")[0]) for file in files]
+
+
+def _saved_files(state: Path) -> list[Path]:
+    """Those that make up the dataset: what `datasets` caches beside them does not belong to it."""
+    try:
+        fields = json.loads(state.read_bytes())
+        names = [entry["filename"] for entry in fields["_data_files"]]
+        is_selection = bool(fields.get("_indices_data_files"))
+        files = [state.parent / name for name in names]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{state}: expected the state of a saved dataset ({error!r}). Save it again with "
+            "`save_to_disk`."
         ) from error
+    if is_selection:
+        raise DataError(
+            f"{state}: an old `datasets` saved a selection of rows as indices. Load the dataset "
+            "and save it again with a newer one."
+        )
+    if missing := [file for file in files if not file.is_file()]:
+        raise DataError(
+            f"{missing[0]}: missing; {state.name} lists {len(files)} files of the saved dataset. "
+            "Copy the directory again, whole."
+        )
+    return files

@@ -11,7 +11,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -59,6 +59,10 @@ class MaskedTokens:
     num_unsupervised_turns: int = 0
     """Earlier answers whose recorded reasoning the template leaves out."""
 
+    def cut(self, length: int) -> "MaskedTokens":
+        """The first `length` tokens; what was counted stays that of the whole."""
+        return replace(self, token_ids=self.token_ids[:length], loss_mask=self.loss_mask[:length])
+
 
 class ChatTemplate:
     """The chat template and tokenizer of one target, with fixed template arguments."""
@@ -79,7 +83,8 @@ class ChatTemplate:
             TargetError: the template does not compile, or the tokenizer gives no offsets.
             ValueError: an argument would replace what is passed anyway.
         """
-        if clash := sorted(_reserved(tokenizer) & arguments.keys()):
+        self._reserved = _reserved(tokenizer)
+        if clash := sorted(self._reserved & arguments.keys()):
             raise ValueError(
                 f"must not set {', '.join(clash)}: it is passed to the template anyway"
             )
@@ -156,7 +161,7 @@ class ChatTemplate:
 
     def tokenize(self, conversation: Conversation) -> MaskedTokens | Drop:
         """Ids and mask of a conversation, or why its mask cannot be proven."""
-        if clash := sorted(_reserved(self._tokenizer) & conversation.template_arguments.keys()):
+        if clash := sorted(self._reserved & conversation.template_arguments.keys()):
             return Drop(
                 DropReason.BAD_FIELD, f"chat_template_kwargs must not set {', '.join(clash)}"
             )
@@ -232,6 +237,7 @@ class ChatTemplate:
                 eos_id=self._tokenizer.eos_token_id,
                 is_last=is_last,
                 is_cut=is_cut,
+                is_thought_left_out=self._leaves_out_thought(text, conversation, turn, verbatim),
             )
             if answer is None:
                 num_unsupervised += 1
@@ -249,6 +255,19 @@ class ChatTemplate:
             num_unthinking=num_unthinking,
             num_unsupervised_turns=num_unsupervised,
         )
+
+    def _leaves_out_thought(
+        self, text: str, conversation: Conversation, turn: int, verbatim: bool
+    ) -> bool:
+        """The conversation without the reasoning of this turn has the same rendering, `text`."""
+        messages = list(conversation.messages)
+        if not messages[turn].reasoning:
+            return False
+        messages[turn] = replace(messages[turn], reasoning=None, verbatim=None)
+        try:
+            return text == self._render(messages, conversation.tools, verbatim=verbatim)
+        except RENDER_ERRORS:
+            return False
 
     def _spans(
         self, text: str, conversation: Conversation, turns: Sequence[int], *, verbatim: bool

@@ -9,6 +9,7 @@ from tqdm import tqdm
 
 from cache_builder.config import CaptureConfig, Forward, WorkersConfig
 from cache_builder.corpus import TokenizedSample
+from cache_builder.id_set import IdSet
 from cache_builder.importing.report import ScanReport
 from cache_builder.importing.source import (
     MISMATCHES,
@@ -57,7 +58,7 @@ def plan_import(
     *,
     cache: Location,
     key: str,
-    known: set[bytes],
+    known: IdSet,
     tag: str,
     on_mismatch: str,
     shard_mib: float,
@@ -69,7 +70,7 @@ def plan_import(
             `stop`, a file has states of another shape, or nothing can be imported.
     """
     report = ScanReport()
-    seen: set[bytes] = set()
+    seen = IdSet()
     plans = workspace(cache) / PLANS
     writer = PlanWriter(plans, next_plan_id(plans, cache))
     try:
@@ -130,7 +131,7 @@ def _require_shape(found: StoredShape, expected: StoredShape, path: Path) -> Non
 
 
 def _check(
-    found: SourceTokens, sample: TokenizedSample, seen: set[bytes], vocab_size: int, where: str
+    found: SourceTokens, sample: TokenizedSample, seen: IdSet, vocab_size: int, where: str
 ) -> None:
     ids, mask = found.token_ids, found.loss_mask
     if len(outside := np.flatnonzero((ids < 0) | (ids >= vocab_size))):

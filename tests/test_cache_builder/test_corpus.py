@@ -17,7 +17,7 @@ import cache_builder
 from cache_builder.config import SourceConfig
 from cache_builder.conversation import DropReason
 from cache_builder.corpus import CorpusReader, TokenizedSample, read_corpus
-from cache_builder.sources import digest_file
+from cache_builder.rows import digest_file
 from cache_builder.template import ChatTemplate
 from shared.errors import DataError
 
@@ -365,17 +365,17 @@ def test_files_globs_directories_and_gzip_are_read_in_order(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("missing.jsonl", "no such file or directory"),
+        ("missing.jsonl", r"missing.jsonl: no such file or directory"),
         ("*.none", "matches no file"),
-        ("empty", "no \\*.jsonl or \\*.jsonl.gz in this directory"),
-        ("table.parquet", "expected a name ending in .jsonl"),
+        ("empty", r"empty: expected one of \*.jsonl, .* in this directory, found none"),
+        ("table.csv", r"table.csv: expected one of \*.jsonl, \*.jsonl.gz, \*.parquet"),
     ],
 )
 def test_source_without_rows_to_read_is_refused_at_once(
     template: ChatTemplate, tmp_path: Path, name: str, message: str
 ) -> None:
     (tmp_path / "empty").mkdir()
-    (tmp_path / "table.parquet").write_bytes(b"PAR1")
+    (tmp_path / "table.csv").write_text("a,b")
     with pytest.raises(DataError, match=message):
         read(template, str(tmp_path / name))
 

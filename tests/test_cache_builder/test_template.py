@@ -397,7 +397,7 @@ def test_quoted_history_is_not_taken_for_the_answer() -> None:
     turns = [{"role": m.role, "content": m.content} for m in quoted.messages]
     turns[1]["reasoning_content"] = "hm"
     turns[2]["content"] = "you thought hm and said one"
-    assert refusal(THINKING, parse({"messages": turns})) == DropReason.MASK_NOT_PROVABLE
+    assert runs(THINKING, parse({"messages": turns})) == ["4<|im_end|>"]
 
 
 def test_history_that_is_closed_in_another_way_is_proven_by_its_prompts() -> None:
@@ -554,6 +554,21 @@ def test_history_is_supervised_only_where_its_reasoning_is_kept() -> None:
         "<think>\n2+2\n</think>\n\n4<|im_end|>",
     ]
     assert tokens.num_unsupervised_turns == 1
+
+
+def test_reasoning_in_the_words_of_its_answer_is_not_taken_for_kept() -> None:
+    """Found in the answer itself, it would refuse the row, or supervise a call without thoughts."""
+    tokenizer = make_tokenizer(THINKING)
+    same = {"content": "4", "reasoning_content": "4"}
+    tokens = tokenize(tokenizer, thinking(same, {"content": "two"}))
+    assert supervised(tokenizer, tokens) == ["two<|im_end|>"]
+    assert tokens.num_unsupervised_turns == 1
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    turns = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "reasoning_content": "t", "tool_calls": [call]},
+    ]
+    assert refusal(TOOLS, parse({"messages": turns})) == DropReason.THINKING_NOT_RENDERED
 
 
 def test_several_answers_without_thinking_are_all_supervised() -> None:
