@@ -8,6 +8,7 @@ from shared import config as configs
 from shared.errors import ConfigError
 from trainer.optim import describe
 from trainer.order import OrderReport, order_report
+from trainer.ranks import Ranks
 from trainer.sampler import epoch_batches
 from trainer.session import Session
 
@@ -31,7 +32,9 @@ def measure_order(session: Session) -> OrderReport:
     return order_report(plan, lengths)
 
 
-def announce(session: Session, optimizer: torch.optim.Optimizer, order: OrderReport) -> None:
+def announce(
+    session: Session, optimizer: torch.optim.Optimizer, order: OrderReport, ranks: Ranks
+) -> None:
     """Log everything that is in force."""
     config, spec, split = session.config, session.cache.spec, session.split
     for key, value in configs.flatten(configs.to_dict(config)).items():
@@ -70,3 +73,6 @@ def announce(session: Session, optimizer: torch.optim.Optimizer, order: OrderRep
             len(split.heldout),
         )
     logger.info("order: %s", order)
+    if ranks.size > 1:
+        share = config.train.batches_per_step // ranks.size
+        logger.info("%d ranks: each takes %d micro-batches of a step", ranks.size, share)

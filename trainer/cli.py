@@ -1,10 +1,11 @@
 """The command line of stage two."""
 
+import logging
 from pathlib import Path
 
 import click
 
-from shared import cli, config
+from shared import cli, config, log
 from shared.location import Location
 from trainer.config import TrainConfig
 from trainer.run import Run
@@ -39,14 +40,21 @@ def train_command(path: Path, overrides: tuple[str, ...], resume: bool) -> None:
     once. Stopped at any moment, the same command goes on from the newest checkpoint and reaches
     the same weights.
     """
-    from trainer.session import Session
+    from trainer.ranks import join
+    from trainer.session import Session, pick_device
     from trainer.train import train
 
     settings = config.load(TrainConfig, path, overrides)
-    if not resume:
-        Session.open(settings)  # what cannot start must not cost the run that is there
-        Run(settings.run.path).start_afresh()
-    if (stopped_by := train(settings)) is not None:
+    with join(pick_device(settings.train.device).type) as ranks:
+        if ranks.size > 1:
+            level = logging.INFO if ranks.is_main else logging.WARNING
+            log.configure(level, prefix=f"rank {ranks.rank}: ")
+        if not resume and ranks.is_main:
+            Session.open(settings)  # what cannot start must not cost the run that is there
+            Run(settings.run.path).start_afresh()
+        ranks.gather("begin")  # when what is not to be resumed is gone
+        stopped_by = train(settings, ranks)
+    if stopped_by is not None:
         raise click.exceptions.Exit(128 + stopped_by)
 
 

@@ -20,6 +20,7 @@ from trainer.optim import (
     scale_and_clip_,
     set_learning_rate,
 )
+from trainer.ranks import Ranks
 from trainer.run import Run
 from trainer.session import Session
 from trainer.snapshot import Snapshot, restore, take_snapshot
@@ -39,10 +40,11 @@ class Learner:
         num_nonfinite: steps left out among them, because their loss or gradient was not finite.
     """
 
-    def __init__(self, session: Session, run: Run) -> None:
+    def __init__(self, session: Session, run: Run, ranks: Ranks) -> None:
         self.config = session.config
         self.session = session
         self.run = run
+        self.ranks = ranks
         self.optimizer = build_optimizer(session.drafter.named_parameters(), self.config.optimizer)
         self.weigh = weighing(self.config.loss, self.config.drafter.block_size, session.device)
         self.step = 0
@@ -85,49 +87,27 @@ class Learner:
         )
 
     def train_step(self, batches: Iterator[Batch]) -> dict[str, Any]:
-        """Take the next optimizer step from `batches`; returns its metrics.
+        """Take the next optimizer step from `batches`, this rank's; returns its metrics.
 
         Raises:
             NonFiniteError: loss or gradient is not finite and the policy says stop. The weights,
                 and `step`, are those before it.
+            RunError: another rank is gone.
         """
-        config, session = self.config, self.session
+        config, drafter, ranks = self.config, self.session.drafter, self.ranks
         lr = learning_rate(self.step, config.train.steps, config.optimizer)
         set_learning_rate(self.optimizer, lr)
         scale = noise_scale(self.step, config.noise)
-        generator = torch.Generator(session.device).manual_seed(
-            (config.train.seed << 32) + self.step
-        )
-        totals = StepTotals(config.drafter.block_size, session.device)
-        for _ in range(config.train.batches_per_step):
-            batch = next(batches)
-            require_no_mask_token(batch, config.drafter.mask_token_id)
-            batch = batch.to(session.device)
-            features_SLD, last_hidden_SD = session.features.split(batch)
-            features_SLD = add_noise(features_SLD, scale, generator)
-            if config.train.zero_features:
-                features_SLD = torch.zeros_like(features_SLD)
-            with autocast(session.device, config.train.compute_dtype):
-                forward = forward_blocks(
-                    session.drafter,
-                    session.head,
-                    batch,
-                    features_SLD,
-                    config.drafter.mask_token_id,
-                )
-            loss = batch_loss(
-                forward,
-                session.head,
-                self.weigh,
-                teacher_of(config.loss, session.head, last_hidden_SD, forward.blocks),
-                anchors_per_chunk=config.loss.anchors_per_chunk,
-            )
-            loss.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            totals.add(batch, forward, loss)
+        totals = StepTotals(config.drafter.block_size, self.session.device)
+        first = self.step * config.train.batches_per_step
+        for number in range(first + ranks.rank, first + config.train.batches_per_step, ranks.size):
+            self._add_gradients(next(batches), number, scale, totals)
+        totals.sum_(ranks)
+        ranks.sum_(weight.grad for weight in drafter.parameters() if weight.grad is not None)
         grad_norm = math.nan
         if totals.weight_sum > 0:  # weights of `dpace` can all vanish
             grad_norm = scale_and_clip_(
-                session.drafter.parameters(), totals.weight_sum, config.optimizer.max_grad_norm
+                drafter.parameters(), totals.weight_sum, config.optimizer.max_grad_norm
             )
         if math.isfinite(totals.loss_sum) and math.isfinite(grad_norm):
             self.optimizer.step()
@@ -144,15 +124,42 @@ class Learner:
             "train/nonfinite_steps": self.num_nonfinite,
         }
 
+    def _add_gradients(self, batch: Batch, number: int, scale: float, totals: StepTotals) -> None:
+        """Forward and backward of the run's micro-batch `number`, counted from 0."""
+        config, session = self.config, self.session
+        require_no_mask_token(batch, config.drafter.mask_token_id)
+        batch = batch.to(session.device)
+        features_SLD, last_hidden_SD = session.features.split(batch)
+        # Noise of its own for each micro-batch, whichever rank has it.
+        generator = torch.Generator(session.device).manual_seed((config.train.seed << 32) + number)
+        features_SLD = add_noise(features_SLD, scale, generator)
+        if config.train.zero_features:
+            features_SLD = torch.zeros_like(features_SLD)
+        with autocast(session.device, config.train.compute_dtype):
+            forward = forward_blocks(
+                session.drafter, session.head, batch, features_SLD, config.drafter.mask_token_id
+            )
+        loss = batch_loss(
+            forward,
+            session.head,
+            self.weigh,
+            teacher_of(config.loss, session.head, last_hidden_SD, forward.blocks),
+            anchors_per_chunk=config.loss.anchors_per_chunk,
+        )
+        loss.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        totals.add(batch, forward, loss)
+
     def _refuse_step(self, totals: StepTotals, grad_norm: float) -> None:
         """Write down the samples of a step that must not reach the weights; stop or go on."""
-        path = self.run.write_nonfinite(
-            self.step + 1, totals.loss_sum, grad_norm, totals.sample_ids
-        )
         message = (
             f"step {self.step + 1}: loss {totals.loss_sum}, gradient norm {grad_norm}; the step "
-            f"was not applied, its samples are in {path}"
+            "was not applied"
         )
+        if self.ranks.is_main:
+            path = self.run.write_nonfinite(
+                self.step + 1, totals.loss_sum, grad_norm, totals.sample_ids
+            )
+            message += f", its samples are in {path}"
         settings = self.config.train
         if settings.on_nonfinite == "stop":
             raise NonFiniteError(

@@ -39,18 +39,21 @@ class Session:
     device: torch.device
 
     @classmethod
-    def open(cls, config: TrainConfig, *, generations: list[int] | None = None) -> "Session":
+    def open(
+        cls, config: TrainConfig, *, generations: list[int] | None = None, local_rank: int = 0
+    ) -> "Session":
         """Open the cache and build a freshly initialised drafter for it.
 
         Args:
             generations: of the caches; None takes the newest.
+            local_rank: which of the GPUs `auto` means.
 
         Raises:
             CacheError: the cache is missing, damaged or of another version.
             ConfigError: the drafter's settings cannot be right for this target.
             RunError: nothing to train on.
         """
-        device = pick_device(config.train.device)
+        device = pick_device(config.train.device, local_rank)
         cache = Caches(config.cache.paths, generations=generations)
         check_teacher(config.loss, cache)
         check_mask_token(config.drafter, cache)
@@ -111,14 +114,16 @@ class Session:
                 )
 
 
-def pick_device(name: str) -> torch.device:
-    """The device of `train.device`.
+def pick_device(name: str, local_rank: int = 0) -> torch.device:
+    """The device of `train.device`; `auto` is the GPU of that number, where there are any.
 
     Raises:
         ConfigError: it is not there.
     """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return (
+            torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+        )
     try:
         device = torch.device(name)
     except RuntimeError as error:

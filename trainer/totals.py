@@ -6,6 +6,7 @@ import torch
 
 from trainer.batch import Batch
 from trainer.loss import BlockLoss
+from trainer.ranks import Ranks
 from trainer.step import Forward
 
 
@@ -15,13 +16,12 @@ class StepTotals:
     Attributes:
         loss_sum: weighted cross-entropy or divergence, nats (total variation: a probability).
         weight_sum: the loss weights; what the gradients are divided by.
-        sample_ids: of all micro-batches, in order.
     """
 
     def __init__(self, block_size: int, device: torch.device) -> None:
         self.loss_sum = 0.0
         self.weight_sum = 0.0
-        self.sample_ids: list[str] = []
+        self._samples: list[tuple[str, ...]] = []
         self._num_tokens = 0
         self._num_anchors = 0
         self._buckets: list[int] = []
@@ -33,13 +33,34 @@ class StepTotals:
         """Count one micro-batch. Waits for the device."""
         self.loss_sum += float(loss.loss_sum.detach())
         self.weight_sum += float(loss.weight_sum)
-        self.sample_ids += batch.sample_ids
+        self._samples.append(batch.sample_ids)
         self._num_tokens += batch.num_tokens
         self._num_anchors += len(batch.anchor_A)
         self._buckets.append(batch.bucket)
         self._epoch = batch.epoch
         self._correct_K += loss.correct_AK.sum(0)
         self._counted_K += forward.blocks.supervised_AK.sum(0)
+
+    def sum_(self, ranks: Ranks) -> None:
+        """Make these the sums over all ranks; samples and buckets in the order of the stream."""
+        counts = [self.loss_sum, self.weight_sum, self._num_tokens, self._num_anchors]
+        sums = torch.tensor(counts, dtype=torch.float64, device=self._correct_K.device)
+        ranks.sum_([sums, self._correct_K, self._counted_K])
+        self.loss_sum, self.weight_sum, num_tokens, num_anchors = sums.tolist()
+        self._num_tokens, self._num_anchors = int(num_tokens), int(num_anchors)
+        parts = ranks.gather((self._samples, self._buckets, self._epoch))
+        self._samples = [
+            own for turn in zip(*(part[0] for part in parts), strict=True) for own in turn
+        ]
+        self._buckets = [
+            own for turn in zip(*(part[1] for part in parts), strict=True) for own in turn
+        ]
+        self._epoch = max(part[2] for part in parts)
+
+    @property
+    def sample_ids(self) -> list[str]:
+        """Of all micro-batches, in their order."""
+        return [sample_id for own in self._samples for sample_id in own]
 
     def metrics(self) -> dict[str, Any]:
         """The step's metrics so far; NaN, and so null, for a slot that was not counted."""

@@ -5,12 +5,15 @@ import math
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import islice
 from typing import Any
 
 from tqdm import tqdm
 
 from shared import config as configs
-from shared.errors import DraftCacheError, RunError
+from shared.errors import ConfigError, DraftCacheError, RunError
+from shared.files import canonical_json, sha256_bytes
 from trainer.announce import announce, measure_order
 from trainer.batch import Batch
 from trainer.caches import generations_of
@@ -21,6 +24,7 @@ from trainer.learner import Learner
 from trainer.loader import Loader
 from trainer.pauses import Pauses
 from trainer.queue_trend import QueueTrend
+from trainer.ranks import ALONE, Ranks
 from trainer.run import Run
 from trainer.sampler import iterate
 from trainer.session import Session, require_unused_mask_token
@@ -41,17 +45,20 @@ class _StoppedError(Exception):
 class Training:
     """One run, from its newest checkpoint to its last step."""
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: TrainConfig, ranks: Ranks = ALONE) -> None:
         self.config = config
+        self.ranks = ranks
+        _require_share(config, ranks)
         self.run = Run(config.run.path)
         snapshot = self.run.newest_checkpoint()
         generations = None if snapshot is None else generations_of(snapshot.cache)
-        self.session = Session.open(config, generations=generations)
+        self.session = Session.open(config, generations=generations, local_rank=ranks.local_rank)
         self.order = measure_order(self.session)
         if snapshot is not None:
             self._check(snapshot)
-        self.run.begin(config, snapshot)
-        self.learner = Learner(self.session, self.run)
+        if ranks.is_main:
+            self.run.begin(config, snapshot)
+        self.learner = Learner(self.session, self.run, ranks)
         self.queue_trend = QueueTrend()
         self.pauses = Pauses()
         self.unlogged: dict[str, Any] | None = None
@@ -60,6 +67,8 @@ class Training:
             self.learner.fit_start()
         else:
             self._restore(snapshot)
+        if ranks.size > 1:
+            ranks.require_equal("where to start", self._start())
 
     def train(self) -> signal.Signals | None:
         """Train until `train.steps`, or until SIGINT or SIGTERM, whose checkpoint is saved.
@@ -75,11 +84,17 @@ class Training:
         if self._is_done():
             logger.info("all %d steps are done; nothing to train", self.step)
             return None
-        require_unused_mask_token(self.config.drafter, self.session.cache)
-        announce(self.session, self.learner.optimizer, self.order)
+        if self.ranks.is_main:
+            require_unused_mask_token(self.config.drafter, self.session.cache)
+            announce(self.session, self.learner.optimizer, self.order, self.ranks)
         with StopRequest() as stop:
-            if self.step or self._evaluate(stop) is not None:
+            if not self.ranks.is_main:
+                self._follow(stop)
+            elif self.step or self._evaluate(stop) is not None:
                 self._loop(stop)
+            else:
+                self._goes_on(stop)  # tells the other ranks
+            self.ranks.gather("saved")  # whoever started the ranks ends all when one ends
         if self._is_done():
             return None
         if self.step:
@@ -126,7 +141,7 @@ class Training:
                 saved = self.step
 
             try:
-                while stop.signal is None and not self._is_done():
+                while self._goes_on(stop):
                     score = None
                     metrics = self.unlogged or self._timed_step(batches, loader)
                     self.unlogged = metrics
@@ -134,7 +149,7 @@ class Training:
                         with self.pauses.measure("evaluate"):
                             heldout = self._evaluate(stop)
                         if heldout is None:
-                            break
+                            continue
                         score = heldout["tau_walk"]
                         metrics |= {f"heldout/{name}": value for name, value in _scalars(heldout)}
                     tracker.log(self.step, metrics)
@@ -152,6 +167,33 @@ class Training:
                 raise
             if saved != self.step:
                 save()
+
+    def _follow(self, stop: StopRequest) -> None:
+        """What every rank but the first does: its share of each step, and nothing else."""
+        with self._loader() as loader:
+            batches = iter(loader)
+            while self._goes_on(stop):
+                if self.unlogged is None:
+                    self.learner.train_step(batches)
+                self.unlogged = None
+
+    def _goes_on(self, stop: StopRequest) -> bool:
+        """Whether there is another turn. The first rank decides, a signal to any of them counts."""
+        votes = self.ranks.gather((int(stop.signal or 0), self._is_done()))
+        if stop.signal is None and (number := max(sent for sent, _ in votes)):
+            stop.signal = signal.Signals(number)
+        return stop.signal is None and not votes[0][1]
+
+    def _start(self) -> dict[str, Any]:
+        """What all ranks must have in common before the first step."""
+        parameters = self.session.drafter.parameters()
+        weights = sum(float(weight.detach().double().sum()) for weight in parameters)
+        return {
+            "step": self.step,
+            "settings": sha256_bytes(canonical_json(configs.to_dict(self.config)))[:16],
+            "samples": str(self.session.cache.describe()["index_sha256"])[:16],
+            "weights": weights,
+        }
 
     def _log_progress(self, metrics: dict[str, Any]) -> None:
         left = (self.config.train.steps - self.step) * metrics["speed/step_seconds"]
@@ -222,7 +264,7 @@ class Training:
         return Loader(
             session.cache,
             session.split.train,
-            stream,
+            islice(stream, self.ranks.rank, None, self.ranks.size),
             config=config.loader,
             anchors=config.anchors,
             seed=config.train.seed,
@@ -243,10 +285,19 @@ class Training:
         logger.info("resuming from step %d", self.step)
 
 
-def train(config: TrainConfig) -> signal.Signals | None:
+def train(config: TrainConfig, ranks: Ranks = ALONE) -> signal.Signals | None:
     """Train, or go on training, the run that `config` describes: see `Training.train`."""
-    with Run(config.run.path).locked():
-        return Training(config).train()
+    with Run(config.run.path).locked() if ranks.is_main else nullcontext():
+        return Training(config, ranks).train()
+
+
+def _require_share(config: TrainConfig, ranks: Ranks) -> None:
+    count = config.train.batches_per_step
+    if count % ranks.size:
+        raise ConfigError(
+            f"train.batches_per_step: {count} micro-batches of a step, over all ranks, do not make "
+            f"equal shares for {ranks.size}. Set it to a multiple of {ranks.size}."
+        )
 
 
 def _scalars(heldout: dict[str, Any]) -> Iterator[tuple[str, float]]:

@@ -1,0 +1,149 @@
+"""Two ranks of a run, as torchrun starts them: the same training as one process alone."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared import config as configs
+from shared.errors import ConfigError
+from tests.conftest import REPOSITORY
+from tests.test_trainer.test_train import final_weights, metrics
+from trainer import config as training
+from trainer.config import TrainConfig
+from trainer.recipe import NoiseConfig
+from trainer.ranks import Ranks
+from trainer.train import Training, train
+
+MakeTrain = Callable[..., TrainConfig]
+Start = Callable[[TrainConfig], "subprocess.Popen[str]"]
+
+SECONDS = 120
+
+
+def step_config(steps: int, batches_per_step: int = 2) -> training.StepConfig:
+    return training.StepConfig(
+        steps=steps, batches_per_step=batches_per_step, device="cpu", compute_dtype="float32"
+    )
+
+
+def overrides(config: TrainConfig) -> list[str]:
+    """`config` as options of the command line."""
+    flat = configs.flatten(configs.to_dict(config)).items()
+    return [f"--set={key}={json.dumps(value)}" for key, value in flat if value is not None]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts two ranks by torchrun, in a group of processes of their own."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(config: TrainConfig) -> "subprocess.Popen[str]":
+        path = tmp_path / "empty.toml"
+        path.touch()
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command = ["--nproc-per-node=2", "-m", "trainer", "train", "--config", str(path)]
+        process = subprocess.Popen(
+            [*launcher, *command, *overrides(config)],
+            cwd=REPOSITORY,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def finish(process: "subprocess.Popen[str]") -> str:
+    _, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, err
+    return err
+
+
+def test_two_ranks_learn_what_one_learns_from_the_same_batches(
+    start: Start, tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path
+) -> None:
+    """Noise included; sums are only added up in another order."""
+    settings = {"train": step_config(6), "noise": NoiseConfig(scale=0.3)}
+    train(tiny_train(tmp_path / "alone", tiny_cache, **settings))
+    both = tiny_train(tmp_path / "both", tiny_cache, **settings)
+    err = finish(start(both))
+    assert "2 ranks: each takes 1 micro-batches of a step" in err
+    found, expected = metrics(tmp_path / "both"), metrics(tmp_path / "alone")
+    assert [line["step"] for line in found] == [1, 2, 3, 4, 5, 6]
+    for name in ("train/samples", "train/buckets", "train/tokens", "train/anchors", "train/epoch"):
+        assert [line[name] for line in found] == [line[name] for line in expected]
+    for name in ("train/loss", "train/grad_norm", "train/weight_sum", "train/accuracy"):
+        for line, other in zip(found, expected, strict=True):
+            assert line[name] == pytest.approx(other[name], rel=1e-4)
+    weights = final_weights(tmp_path / "alone")
+    for name, tensor in final_weights(tmp_path / "both").items():
+        torch.testing.assert_close(tensor, weights[name], rtol=1e-3, atol=1e-4)
+
+
+def test_a_signal_to_one_rank_stops_both_and_the_step_is_saved(
+    start: Start, tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path
+) -> None:
+    config = tiny_train(tmp_path / "run", tiny_cache, train=step_config(100_000))
+    process = start(config)
+    children = wait_for_steps(process, tmp_path / "run", 3)
+    os.kill(children[-1], signal.SIGTERM)
+    _, err = process.communicate(timeout=SECONDS)
+    assert process.returncode != 0
+    assert "is saved in" in err
+    assert "trainer/train.py" not in err  # the launcher's own traceback is enough
+    steps = [line["step"] for line in metrics(tmp_path / "run")]
+    assert steps == list(range(1, len(steps) + 1))
+    assert (tmp_path / "run" / "checkpoints" / f"step-{steps[-1]:08d}").is_dir()
+
+
+def test_when_a_rank_is_killed_the_run_ends_and_goes_on_from_what_is_saved(
+    start: Start, tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path
+) -> None:
+    config = tiny_train(tmp_path / "run", tiny_cache, train=step_config(100_000))
+    process = start(config)
+    children = wait_for_steps(process, tmp_path / "run", 3)
+    os.kill(children[-1], signal.SIGKILL)
+    process.communicate(timeout=SECONDS)
+    assert process.returncode != 0
+    steps = [line["step"] for line in metrics(tmp_path / "run")]
+    assert steps == list(range(1, len(steps) + 1))
+    assert 2 <= Training(config).step <= len(steps)
+
+
+def wait_for_steps(process: "subprocess.Popen[str]", run: Path, count: int) -> list[int]:
+    """The ranks' process ids, by rank, once so many steps are logged."""
+    deadline = time.monotonic() + SECONDS
+    while not (run / "metrics.jsonl").exists() or len(metrics(run)) < count:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    found = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    children = sorted(int(child) for child in found)
+    ranks = [
+        child for child in children if b"trainer" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
+    assert len(ranks) == 2
+    return ranks
+
+
+def test_shares_that_are_not_equal_are_refused(
+    tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path
+) -> None:
+    config = tiny_train(tmp_path, tiny_cache, train=step_config(6, batches_per_step=3))
+    with pytest.raises(ConfigError, match=r"3 micro-batches.* Set it to a multiple of 2\."):
+        Training(config, Ranks(rank=0, size=2))

@@ -1,0 +1,107 @@
+"""Data parallelism: the processes that train one run together, as torchrun starts them.
+
+Every rank holds the whole drafter and takes its share of the micro-batches of each optimizer
+step; gradients and figures are summed before the step, so that all ranks apply the same one.
+Alone, nothing here does anything.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shared.errors import RunError
+
+T = TypeVar("T")
+
+_TIMEOUT = timedelta(hours=12)
+"""The other ranks wait while the first one evaluates. That one is gone, they learn at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among those that train together."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    """Number on this machine: its GPU."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this one writes: metrics, evaluations, checkpoints, lines."""
+        return self.rank == 0
+
+    def sum_(self, tensors: Iterable[Tensor]) -> None:
+        """Replace each tensor, in place, by its sum over the ranks.
+
+        Raises:
+            RunError: another rank is gone.
+        """
+        if self.size == 1:
+            return
+        with self._together():
+            pending = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+            for each in pending:
+                each.wait()
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, by rank. Raises RunError, as `sum_`."""
+        if self.size == 1:
+            return [value]
+        values: list[T | None] = [None] * self.size
+        with self._together():
+            dist.all_gather_object(values, value)
+        return values  # type: ignore[return-value]
+
+    def require_equal(self, what: str, value: object) -> None:
+        """Refuse ranks that do not start from the same.
+
+        Raises:
+            RunError: naming what differs.
+        """
+        values = self.gather(value)
+        if any(other != values[0] for other in values):
+            raise RunError(
+                f"the ranks do not agree on {what}: {values}. All need the same configuration, "
+                "cache and run directory."
+            )
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0][:200]
+            raise RunError(
+                f"rank {self.rank} of {self.size}: another rank is gone ({reason}). Look at what "
+                "it said; the same command goes on from the newest checkpoint."
+            ) from error
+
+
+ALONE = Ranks()
+
+
+@contextmanager
+def join(device_type: str) -> Iterator[Ranks]:
+    """The ranks that torchrun started, or this process alone.
+
+    Args:
+        device_type: `cuda` or `cpu`, where the tensors are that they exchange.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1 or not dist.is_torchelastic_launched():
+        yield ALONE
+        return
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if device_type == "cuda":
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=_TIMEOUT)
+    yield Ranks(dist.get_rank(), size, local_rank)
+    dist.destroy_process_group()  # after an error the others may be gone: the process ends anyway
