@@ -3,13 +3,11 @@
 import importlib.util
 import json
 import logging
-import shutil
-import tempfile
 from collections import Counter
 from pathlib import Path
 
 from shared.errors import TargetError
-from shared.files import commit_directory, sha256_file, write_json, writing
+from shared.files import commit_directory, sha256_file, staging_directory, write_json, writing
 
 RECORD = "source.json"
 """File in the directory that says what it was made from. Its presence means complete."""
@@ -39,22 +37,16 @@ def convert_gguf(gguf_file: Path, out: Path) -> None:
         )
     quantization = _quantization(gguf_file)
     logger.info("converting %s (%s) to %s", gguf_file, quantization, out)
-    with writing(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
-    try:
+    with staging_directory(out) as staging, writing(out):
+        if _is_converted(out, digest):
+            return  # another process was faster
+        partial = staging / "new"
+        partial.mkdir()
         _convert(gguf_file, partial)
         record = {"file": gguf_file.name, "sha256": digest, "quantization": quantization}
         write_json(partial / RECORD, record)
         _make_readable(partial)
-        try:
-            with writing(out):
-                commit_directory(partial, out)
-        except OSError:
-            if not _is_converted(out, digest):  # else another process was faster
-                raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        commit_directory(partial, out)
 
 
 def _is_converted(out: Path, digest: str) -> bool:

@@ -1,14 +1,18 @@
 """Files that are whole or absent: atomic JSON, durable directories, digests."""
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from shared.errors import CacheError, DraftCacheError, OutOfSpaceError
 
@@ -79,6 +83,9 @@ def read_json(path: Path, *, digest: str | None = None) -> Any:
         data = path.read_bytes()
     except FileNotFoundError:
         raise CacheError(f"{path}: missing. Run `cache-builder verify` on the cache.") from None
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise CacheError(f"{path}: cannot be read ({reason}). Look at what lies there.") from error
     if digest is not None and (found := sha256_bytes(data)) != digest:
         raise CacheError(
             f"{path}: expected sha256 {digest[:16]}, found {found[:16]}. The file was changed or "
@@ -110,8 +117,9 @@ def remove_partials(directory: Path) -> int:
     """Delete what `write_bytes` left behind in `directory` when its process was killed."""
     count = 0
     for partial in directory.glob("*.partial"):
-        partial.unlink(missing_ok=True)
-        count += 1
+        if not partial.is_dir():
+            partial.unlink(missing_ok=True)
+            count += 1
     return count
 
 
@@ -127,8 +135,69 @@ def commit_directory(source: Path, target: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    if path.exists():
-        shutil.rmtree(path)
+    """Remove what lies at `path`, if anything does. A link goes; what it leads to stays."""
+    with writing(path):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def staging_directory(target: Path) -> Iterator[Path]:
+    """An empty directory beside `target`, in which one process at a time makes its next content.
+
+    Who comes second waits. What a killed process left there is removed, and so is the directory
+    when the block ends.
+
+    Raises:
+        DraftCacheError: it cannot be written.
+    """
+    target = target.absolute()
+    staging = target.with_name(f".{target.name}.partial")
+    with writing(staging):
+        descriptor = _lock_directory(staging)
+    try:
+        for leftover in staging.iterdir():
+            remove_tree(leftover)
+        yield staging
+    finally:
+        remove_tree(staging)
+        os.close(descriptor)
+
+
+def _lock_directory(path: Path) -> int:
+    """Make `path`, hold it alone, and return its open descriptor."""
+    while True:
+        path.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
+        except FileNotFoundError:
+            pass  # whoever held it has removed it
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def replace_directory(source: Path, target: Path) -> None:
+    """Move the finished directory `source` to `target`; what lay there goes, but not before.
+
+    `source` lies in a staging directory of `target`. Killed between, that has both.
+    """
+    aside = source.with_name("replaced")
+    is_there = target.exists()
+    if is_there:
+        target.rename(aside)
+    try:
+        commit_directory(source, target)
+    except OSError:
+        if is_there:
+            aside.rename(target)
+        raise
 
 
 @contextmanager
@@ -144,12 +213,20 @@ def writing(path: Path) -> Iterator[None]:
     except DraftCacheError:
         raise
     except OSError as error:
-        if error.errno in _FULL:
-            raise OutOfSpaceError(
-                f"{path}: no space left on the disk. What is committed is kept: free some space "
-                "and run the same command again."
-            ) from error
-        raise DraftCacheError(
-            f"{path}: cannot be written ({os.strerror(error.errno or 0)}). "
-            "Choose another path, or look at its permissions and its disk."
-        ) from error
+        raise _refused(path, error.errno or 0, str(error)) from error
+    except SafetensorError as error:  # what its writer makes of a full disk, too
+        found = re.search(r"os error (\d+)", str(error))
+        raise _refused(path, int(found[1]) if found else 0, str(error)) from error
+
+
+def _refused(path: Path, number: int, text: str) -> DraftCacheError:
+    """What the answer `number` of the disk means; `text` says it where there is no number."""
+    if number in _FULL:
+        return OutOfSpaceError(
+            f"{path}: no space left on the disk. What is committed is kept: free some space "
+            "and run the same command again."
+        )
+    return DraftCacheError(
+        f"{path}: cannot be written ({os.strerror(number) if number else text}). "
+        "Choose another path, or look at its permissions and its disk."
+    )

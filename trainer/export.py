@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shared.errors import RunError
-from shared.files import commit_directory, read_json, remove_tree, write_json, writing
+from shared.files import read_json, replace_directory, staging_directory, write_json, writing
 from trainer.caches import Caches, generations_of
 from trainer.recipe import DrafterConfig
 from trainer.run import Run
@@ -118,18 +118,16 @@ def export_dflash(run: Run, out: Path) -> Path:
     tensors = {name: value.to(torch.bfloat16) for name, value in snapshot.drafter.items()}
     config = dflash_config(session.config.drafter, session.cache, read_target_config(session.cache))
     _require_replaceable(out)
-    partial = out.absolute().with_name(f"{out.absolute().name}.partial")
-    with writing(out):
-        remove_tree(partial)
-        partial.mkdir(parents=True)
+    with staging_directory(out) as staging, writing(out):
+        partial = staging / "new"
+        partial.mkdir()
         save_file(tensors, partial / MODEL, {"format": "pt"})
         write_json(partial / "config.json", config)
         (partial / "README.md").write_text(
             _card(session, snapshot.step, run.evaluations(snapshot.step))
         )
         check_dflash(partial, tensors)
-        remove_tree(out)
-        commit_directory(partial, out)
+        replace_directory(partial, out)
     logger.info("exported step %d to %s", snapshot.step, out)
     return out
 

@@ -100,9 +100,11 @@ class Run:
         with self.locked():
             for name in (checkpoints.CHECKPOINTS, _EVALUATIONS, "export", "wandb"):
                 remove_tree(self.path / name)
-            for pattern in ("metrics.jsonl", _CONFIG, "wandb.json", _NONFINITE.format("*")):
+            # The configuration last: killed before, the directory is still known as a run's.
+            for pattern in ("metrics.jsonl", "wandb.json", _NONFINITE.format("*"), _CONFIG):
                 for path in self.path.glob(pattern):
-                    path.unlink()
+                    with writing(path):
+                        path.unlink()
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """A GGUF file becomes a Hugging Face directory: once, whole, and from this very file."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from cache_builder.config import TargetConfig
 from cache_builder.gguf import convert_gguf
 from cache_builder.target import describe_target
 from shared.errors import TargetError
+from tests.test_cache_builder.stored import Killer, tree
 
 HIDDEN, HEADS, MIDDLE = 32, 2, 64
 TEMPLATE = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
@@ -149,3 +151,18 @@ def test_a_missing_package_names_the_extra_to_install(
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(TargetError, match=r"packages gguf\. .*pip install 'draftcache\[gguf\]'"):
         convert_gguf(tmp_path / "tiny.gguf", tmp_path / "target")
+
+
+def test_a_conversion_that_is_killed_is_made_by_the_next_one(tmp_path: Path) -> None:
+    """SIGKILL before a write: the directory is whole or absent, and nothing else stays."""
+    gguf_file = write_gguf(tmp_path / "tiny.gguf")
+    killer, out = Killer(convert_gguf, tmp_path), tmp_path / "out" / "target"
+    total = killer.count(gguf_file, out)
+    expected = tree(out)
+    for part in (0.2, 0.5, 0.7, 0.9, 0.97):
+        shutil.rmtree(out.parent)
+        assert killer.run(gguf_file, out, kill_at=max(1, int(part * total))) == -9
+        assert not out.exists() or tree(out) == expected
+        convert_gguf(gguf_file, out)
+        assert tree(out) == expected
+        assert [path.name for path in out.parent.iterdir()] == ["target"]

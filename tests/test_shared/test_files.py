@@ -2,13 +2,19 @@
 
 import errno
 import os
+import resource
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
 
 from shared.errors import CacheError, DraftCacheError, OutOfSpaceError
 from shared.files import (
@@ -19,6 +25,7 @@ from shared.files import (
     remove_tree,
     sha256_bytes,
     sha256_file,
+    staging_directory,
     write_bytes,
     write_json,
     writing,
@@ -239,3 +246,47 @@ def test_removing_a_tree_that_is_not_there_is_no_error(tmp_path: Path) -> None:
     remove_tree(tmp_path / "a")
     remove_tree(tmp_path / "a")
     assert names(tmp_path) == []
+
+
+def test_two_that_make_one_directory_take_turns(tmp_path: Path) -> None:
+    """The second waits, finds nothing of the first, and nothing is left in the end."""
+    target, seen = tmp_path / "made", []
+
+    def make() -> None:
+        with staging_directory(target) as staging:
+            assert not list(staging.iterdir())
+            (staging / "half").mkdir()
+            seen.append("begin")
+            time.sleep(0.05)
+            seen.append("end")
+
+    (tmp_path / ".made.partial" / "left by a kill").mkdir(parents=True)
+    threads = [threading.Thread(target=make) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == ["begin", "end"] * 4
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_link_is_removed_and_not_what_it_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "kept")
+    remove_tree(tmp_path / "link")
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+def test_a_disk_that_safetensors_finds_full_is_one_line(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with (
+            pytest.raises(DraftCacheError, match=r"tensors: cannot be written \(File too large"),
+            writing(tmp_path / "tensors"),
+        ):
+            save_file({"a": np.zeros(10_000)}, tmp_path / "tensors")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with pytest.raises(OutOfSpaceError, match="no space left"), writing(tmp_path):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")

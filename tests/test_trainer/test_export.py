@@ -1,6 +1,8 @@
 """What is exported loads in the published client and computes what was trained."""
 
+import errno
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shared.errors import RunError
+from shared import files
+from shared.errors import DraftCacheError, RunError
+from tests.test_cache_builder.stored import Killer, tree
 from trainer.batch import collate
 from trainer.config import TrainConfig
 from trainer.export import check_dflash, dflash_shapes, export_dflash
@@ -141,3 +145,41 @@ def test_an_export_replaces_nothing_but_an_export(run: Run, tmp_path: Path) -> N
         export_dflash(run, tmp_path)
     out = export_dflash(run, tmp_path / "out")
     assert export_dflash(run, out) == out
+
+
+def test_an_export_that_is_killed_keeps_the_old_one_or_makes_the_new(
+    run: Run, tmp_path: Path
+) -> None:
+    """SIGKILL before each of the last writes, and some before: nothing whole is lost."""
+    old, out = tmp_path / "old", tmp_path / "made" / "dflash"
+    new = tree(export_dflash(run, old))
+    (old / "README.md").write_text("of an earlier step")
+    shutil.copytree(old, out)
+    killer = Killer(export_dflash, tmp_path)
+    total = killer.count(run, out)
+    for kill_at in (1, total // 2, *range(total - 8, total + 1)):
+        shutil.rmtree(out.parent)
+        shutil.copytree(old, out)
+        assert killer.run(run, out, kill_at=kill_at) == -9
+        staging = out.parent / ".dflash.partial"
+        places = (out, staging / "new", staging / "replaced")
+        assert any(place.is_dir() and tree(place) in (new, tree(old)) for place in places)
+        assert tree(export_dflash(run, out)) == new
+        assert [path.name for path in out.parent.iterdir()] == ["dflash"]
+
+
+def test_an_export_that_cannot_be_put_in_place_keeps_the_old_one(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = export_dflash(run, tmp_path / "out")
+    (out / "README.md").write_text("of an earlier step")
+    before = tree(out)
+
+    def refuse(source: Path, target: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(files, "commit_directory", refuse)
+    with pytest.raises(DraftCacheError, match="Input/output error"):
+        export_dflash(run, out)
+    assert tree(out) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
