@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shared import config as configs
-from shared.errors import NonFiniteError
+from shared.errors import DraftCacheError, NonFiniteError
 from trainer.batch import Batch, require_no_mask_token
 from trainer.drafter import fit_start_
 from trainer.loss import weighing
@@ -156,10 +156,14 @@ class Learner:
             "was not applied"
         )
         if self.ranks.is_main:
-            path = self.run.write_nonfinite(
-                self.step + 1, totals.loss_sum, grad_norm, totals.sample_ids
-            )
-            message += f", its samples are in {path}"
+            try:
+                path = self.run.write_nonfinite(
+                    self.step + 1, totals.loss_sum, grad_norm, totals.sample_ids
+                )
+                message += f", its samples are in {path}"
+            except DraftCacheError as error:  # a full disk must not hide what happened
+                logger.warning("%s", error)
+                message += f", its samples begin with {', '.join(totals.sample_ids[:8])}"
         settings = self.config.train
         if settings.on_nonfinite == "stop":
             raise NonFiniteError(

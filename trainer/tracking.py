@@ -105,8 +105,13 @@ class Tracker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.finish()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.finish()
+        except RunError as error:
+            if kind is None:
+                raise
+            logger.warning("%s", error)  # the error on its way out matters more
 
     def _write(self) -> None:
         was_behind = self._unwritten.count(b"\n") > 1

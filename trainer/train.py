@@ -163,7 +163,10 @@ class Training:
                         save()
             except DraftCacheError:  # of data or of the policy: never in the middle of an update
                 if saved != self.step:
-                    save()
+                    try:
+                        save()
+                    except RunError as failed:  # a full disk must not hide why it ends
+                        logger.warning("%s", failed)
                 raise
             if saved != self.step:
                 save()

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import resource
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import torch
 
 from shared.cache import Cache
 from shared.errors import ConfigError, NonFiniteError, RunError
+from tests.test_cache_builder.stored import Killer
 from trainer import config as training
 from trainer.checkpoint import load, newest_valid
 from trainer.config import TrainConfig
@@ -295,6 +297,34 @@ def test_after_a_non_finite_step_the_run_goes_on_from_the_step_before_it(
     )
 
 
+def test_a_full_disk_does_not_hide_that_a_loss_is_not_finite(
+    tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing can be written any more: not the samples, not the metrics, not the checkpoint."""
+    checkpoint = training.CheckpointConfig(every_steps=2, max_failures=1)
+    config = tiny_train(tmp_path, tiny_cache, steps=6, checkpoint=checkpoint)
+    run, limits = Training(config), resource.getrlimit(resource.RLIMIT_FSIZE)
+    split, calls = run.session.features.split, []
+
+    def poisoned(batch: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        calls.append(batch)
+        states, last_hidden = split(batch)
+        if len(calls) == 5:  # the first step: four held-out samples came before
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+        if len(calls) == 8:
+            time.sleep(0.2)  # the checkpoint of step 2 has failed
+        return states * torch.nan if len(calls) == 8 else states, last_hidden
+
+    object.__setattr__(run.session.features, "split", poisoned)
+    try:
+        with pytest.raises(NonFiniteError, match=r"step 4: loss nan.*not applied") as error:
+            run.train()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert calls[7].sample_ids[0] in str(error.value)
+    assert "nonfinite-00000004.json: cannot be written" in caplog.text
+
+
 def test_a_step_whose_weights_all_vanish_is_left_out(
     tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path
 ) -> None:
@@ -501,3 +531,25 @@ def test_a_resume_is_checked_against_the_checkpoint_not_the_file(
     (tmp_path / "config.json").write_text(json.dumps({"run": {}, "drafter": {}}))
     with pytest.raises(RunError, match=r"train\.seed"):
         train(replace(config, train=replace(config.train, seed=7)))
+
+
+def test_a_fresh_start_that_is_killed_can_be_made_again(
+    tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path
+) -> None:
+    run, kept = tmp_path / "run", tmp_path / "kept"
+    train(tiny_train(kept, tiny_cache, steps=2))
+    for name in ("wandb.json", "nonfinite-00000001.json"):
+        (kept / name).write_text("{}")
+    killer = Killer(_start_afresh, tmp_path)
+    shutil.copytree(kept, run)
+    total = killer.count(run)
+    for kill_at in range(total - 6, total + 1):
+        shutil.rmtree(run)
+        shutil.copytree(kept, run)
+        assert killer.run(run, kill_at=kill_at) == -9
+        _start_afresh(run)
+        assert [path.name for path in run.iterdir()] == ["trainer.lock"]
+
+
+def _start_afresh(path: Path) -> None:
+    Run(path).start_afresh()
