@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from cache_builder.lock import try_lock
 from shared.errors import DataError
 from shared.files import writing
 
@@ -29,17 +30,28 @@ class AnswerFile:
             origin: value of each of `ORIGIN`.
 
         Raises:
-            DataError: `path` holds something else, or rows of another origin.
+            DataError: `path` holds something else, or rows of another origin, or another process
+                writes it.
         """
         self.path = path
         self._keys: set[bytes] = set()
-        size = self._read(dict(origin)) if path.exists() else 0
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab")
-            if self._file.tell() > size:
-                logger.warning("%s: its last line was cut off and is made anew", path)
-                self._file.truncate(size)
+        try:
+            if not try_lock(self._file.fileno(), path):  # before it is read: it may grow
+                raise DataError(
+                    f"{path}: another `cache-builder regenerate` writes it. Wait for it, stop it, "
+                    "or give -o another file."
+                )
+            size = self._read(dict(origin))
+            with writing(path):
+                if path.stat().st_size > size:
+                    logger.warning("%s: its last line was cut off and is made anew", path)
+                    self._file.truncate(size)
+        except BaseException:
+            self._file.close()
+            raise
 
     def __enter__(self) -> "AnswerFile":
         return self

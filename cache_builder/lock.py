@@ -1,4 +1,5 @@
-"""One builder per cache. Locks of processes that died are gone with them."""
+"""One builder per cache, and one writer per file of answers. Locks of processes that died are gone
+with them."""
 
 import fcntl
 import os
@@ -30,51 +31,61 @@ def builder_lock(cache: Location) -> Iterator[None]:
     with writing(place):
         if isinstance(cache, S3Url):
             place.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(place / _BUILDER, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        if not _try_lock(descriptor, fcntl.LOCK_EX):
+    with _open(place / _BUILDER) as descriptor:
+        if not try_lock(descriptor, place / _BUILDER):
             holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
             raise CacheLockedError(
                 f"{cache}: another builder is at work ({holder or 'unknown'}). Wait for it, or "
                 "stop it; its lock goes with its process."
             )
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
+        with writing(place):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
         _wait_for_orphans(place)
         with lease(cache) if isinstance(cache, S3Url) else nullcontext():
             yield
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
 def worker_lock(cache: Location) -> Iterator[None]:
     """Held by each worker process, so that a later builder can see that it still writes."""
-    descriptor = os.open(workspace(cache) / _WORKERS, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
+    path = workspace(cache) / _WORKERS
+    with _open(path) as descriptor:
+        with writing(path):
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
         yield
+
+
+def try_lock(descriptor: int, path: Path) -> bool:
+    """Hold the open file `path` alone until it is closed; False if another process holds it.
+
+    Raises:
+        DraftCacheError: its file system knows no locks.
+    """
+    with writing(path):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[int]:
+    with writing(path):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        yield descriptor
     finally:
         os.close(descriptor)
 
 
 def _wait_for_orphans(place: Path) -> None:
-    descriptor = os.open(place / _WORKERS, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
+    with _open(place / _WORKERS) as descriptor:
         deadline = time.monotonic() + _ORPHAN_SECONDS
-        while not _try_lock(descriptor, fcntl.LOCK_EX):
+        while not try_lock(descriptor, place / _WORKERS):
             if time.monotonic() > deadline:
                 raise CacheLockedError(
                     f"{place}: workers of a builder that was killed still write. Stop them."
                 )
             time.sleep(0.1)
-    finally:
-        os.close(descriptor)
-
-
-def _try_lock(descriptor: int, kind: int) -> bool:
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

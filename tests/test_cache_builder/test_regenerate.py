@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from cache_builder.answer_file import KEY, AnswerFile
 from cache_builder.batches import Batches, Generator
 from cache_builder.build import build
 from cache_builder.config import DataConfig, TargetConfig
@@ -313,3 +314,18 @@ def test_a_prompt_keeps_what_is_asked_and_drops_what_was_answered() -> None:
         ("assistant", ""),
     ]
     assert isinstance(parse_prompt({"messages": []}), Drop)
+
+
+def test_two_writers_of_one_file_are_refused(tmp_path: Path) -> None:
+    out, origin = tmp_path / "out.jsonl", {"generated_by": "x", "sampling": {}}
+    row = {KEY: "00" * 16, **origin}
+    with AnswerFile(out, origin) as first:
+        first.append([row])
+        with pytest.raises(DataError, match=r"out\.jsonl: another `cache-builder regenerate`"):
+            AnswerFile(out, origin)
+    with AnswerFile(out, origin) as again:  # the lock went with its holder
+        assert again.take(bytes(16))
+    with pytest.raises(DataError, match="answered by"):
+        AnswerFile(out, {**origin, "generated_by": "y"})
+    with AnswerFile(out, origin):  # and with one that was refused
+        assert json.loads(out.read_text()) == row
