@@ -27,7 +27,7 @@ from shared.cache import (
 )
 from shared.errors import CacheError, CacheNotFoundError, CaptureError
 from shared.files import json_bytes, parse_json, remove_tree, sha256_bytes
-from shared.index import SampleIndex
+from shared.index import SampleIndex, require_countable
 from shared.location import Location
 from shared.manifest import Manifest, ShardRecord, StoredFile, Totals
 from shared.shard import GROUP
@@ -60,7 +60,7 @@ def committed_shards(cache: Location) -> set[str]:
 def discard_uncommitted(cache: Location) -> int:
     """Remove what builders that died left behind; returns how many shards that were."""
     storage, place = open_storage(cache), workspace(cache)
-    wip, groups = list((place / WIP).iterdir()), uncommitted_groups(cache)
+    wip, groups = list((place / WIP).glob("*")), uncommitted_groups(cache)
     if foreign := foreign_records(cache):
         names = ", ".join(foreign[:8])
         logger.warning("%s/%s: %s: not records of this cache; ignored", cache, RECORDS, names)
@@ -141,6 +141,7 @@ def publish(
     sources = list(previous.sources) if previous is not None else []
     for record in records.values():
         sources += [tag for tag in record.sources if tag not in sources]
+    require_countable(sources, str(cache))
     index = build_index(storage, records, spec, sources)
     stored = {row.tobytes() for row in index.sample_ids}
     _require_usable(cache, records, stored, max_quarantined_fraction)

@@ -24,12 +24,10 @@ from cache_builder.template import ChatTemplate
 from cache_builder.tokenized_row import RowRules, TokenizedRow
 from cache_builder.tokenizer_pool import tokenize_rows
 from shared.errors import DataError
+from shared.index import MAX_SOURCES
 from shared.quantity import count
 
 SAMPLE_ID_BYTES = 16
-
-MAX_SOURCES = 2**15
-"""Different source tags in one cache: shards and index store their positions as int16."""
 
 _LEFT_OUT = Drop(DropReason.NOT_CHOSEN, "weight or limit leave it out")
 _Place = tuple[SourceConfig, DataFile, int]

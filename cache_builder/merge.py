@@ -7,6 +7,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from cache_builder.commit import discard_uncommitted, publish
+from cache_builder.description import create_directories
 from cache_builder.lock import builder_lock
 from cache_builder.planning import committed_samples
 from cache_builder.rewrite import write_selection
@@ -22,6 +23,7 @@ from shared.cache import Cache, calibration_key
 from shared.config import differences
 from shared.errors import CacheError, CacheIncompatibleError
 from shared.files import sha256_bytes
+from shared.index import require_countable
 from shared.location import Location
 from shared.manifest import Manifest
 from shared.quantity import count, size
@@ -65,6 +67,7 @@ def merge(into: Location, sources: Sequence[Location]) -> MergeReport:
     for other in others:
         _require_mergeable(cache, other)
     with builder_lock(into):
+        create_directories(into)
         discard_uncommitted(into)
         require_no_missing_shard(into)
         selections, num_duplicates = _select(cache, others)
@@ -126,6 +129,8 @@ def _select(cache: Cache, others: Sequence[Cache]) -> tuple[list[Selection], int
 
 def _add(cache: Cache, selections: Sequence[Selection]) -> list[int]:
     """Commit `selections` as shards of a plan of their own; returns the bytes of each."""
+    tags = {tag for selection in selections for tag in selection.record.sources}
+    require_countable(list(tags.union(cache.manifest.sources)), str(cache.path))
     sizes = [selection.stored_bytes for selection in selections]
     require_fit(workspace(cache.path), bytes_here(cache.path, sum(sizes), max(sizes)), 0)
     for selection in selections:

@@ -3,7 +3,7 @@
 One small file serves a million samples (46 bytes each); no shard is opened to plan an epoch.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -17,6 +17,9 @@ from shared.errors import CacheError
 from shared.shard import SAMPLE_ID_BYTES
 from shared.shard_reader import ShardReader
 
+MAX_SOURCES = 2**15
+"""Source tags of one index, which counts them in int16."""
+
 _TYPES: dict[str, np.dtype[Any]] = {
     "sample_ids": np.dtype("u1"),
     "split_keys": np.dtype("<u8"),
@@ -27,6 +30,19 @@ _TYPES: dict[str, np.dtype[Any]] = {
     "num_anchors": np.dtype("<i4"),
     "source": np.dtype("<i2"),
 }
+
+
+def require_countable(sources: Sequence[str], where: str) -> None:
+    """Refuse more source tags than an index can tell apart.
+
+    Raises:
+        CacheError: naming the limit.
+    """
+    if len(sources) > MAX_SOURCES:
+        raise CacheError(
+            f"{where}: {len(sources):,} source tags, an index can tell {MAX_SOURCES:,} apart. "
+            "Build with a `tag` for each of data.sources instead of one for each row."
+        )
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -86,6 +102,25 @@ class SampleIndex:
         if found != expected:
             raise CacheError(f"{where}: expected arrays {expected}, found {found}.")
         return cls(**arrays)
+
+    def require_within(self, num_shards: int, num_sources: int, where: str) -> None:
+        """Refuse rows that point outside the cache.
+
+        Raises:
+            CacheError: a shard, row, source or count that cannot be.
+        """
+        limits: dict[str, tuple[Array, int | None]] = {
+            "shard": (self.shard, num_shards),
+            "row": (self.row, None),
+            "num_tokens": (self.num_tokens, None),
+            "source": (self.source, max(num_sources, 1)),
+        }
+        for name, (values, end) in limits.items():
+            if len(values) and (values.min() < 0 or (end is not None and values.max() >= end)):
+                raise CacheError(
+                    f"{where}: {name} {values.min()} to {values.max()}, expected at least 0 and "
+                    f"below {end or 'what the shard has'}. The file is damaged."
+                )
 
     @classmethod
     def concatenate(cls, parts: Iterable["SampleIndex"]) -> "SampleIndex":

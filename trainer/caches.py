@@ -13,7 +13,7 @@ from shared.cache import Cache
 from shared.codec import Calibration
 from shared.errors import CacheError, CacheIncompatibleError, DraftCacheError
 from shared.head import Head
-from shared.index import SampleIndex
+from shared.index import SampleIndex, require_countable
 from shared.location import Location
 from shared.shard import StoredSample
 
@@ -49,6 +49,7 @@ class Caches:
         self.spec, self.codec = first.spec, first.codec
         tags = {tag for part in self.parts for tag in part.manifest.sources}
         self.sources = list(first.manifest.sources) if len(self.parts) == 1 else sorted(tags)
+        require_countable(self.sources, str(self))
         self.index = SampleIndex.concatenate(self._renamed(part) for part in self.parts)
         self._begin = np.cumsum([0, *(len(part.index) for part in self.parts)])
         self._home: dict[str | None, Cache] = {None: first}

@@ -20,6 +20,7 @@ from cache_builder.merge import merge
 from cache_builder.prune import prune
 from cache_builder.repair import repair
 from cache_builder.verify import verify_cache
+from shared import index
 from shared.cache import CALIBRATIONS, DESCRIPTION, HEAD, MANIFEST, Cache
 from shared.errors import (
     CacheError,
@@ -404,3 +405,16 @@ def test_its_command_says_what_was_added(make_halves: Callable[..., Halves]) -> 
     assert "8 samples" in result.output
     assert json.loads((halves.into / MANIFEST).read_text())["generation"] == 2
     assert CliRunner().invoke(cli.main, arguments[:2]).exit_code == 2
+
+
+def test_more_source_tags_than_an_index_tells_apart_are_refused_before_anything_is_copied(
+    make_halves: Callable[..., Halves], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    halves = make_halves()
+    before = tree(halves.into)
+    monkeypatch.setattr(index, "MAX_SOURCES", 1)
+    with pytest.raises(CacheError, match="2 source tags, an index can tell 1 apart"):
+        merge(halves.into, [halves.other])
+    assert tree(halves.into) == before
+    monkeypatch.setattr(index, "MAX_SOURCES", 2)
+    assert merge(halves.into, [halves.other]).manifest.sources == ("left", "right")

@@ -13,7 +13,8 @@ import torch
 from cache_builder.build import build
 from cache_builder.config import BuildConfig
 from shared import config as configs
-from shared.errors import CacheIncompatibleError, ConfigError
+from shared import index
+from shared.errors import CacheError, CacheIncompatibleError, ConfigError
 from tests.conftest import conversations, write_jsonl
 from trainer.batch import Features
 from trainer.caches import Caches
@@ -143,3 +144,12 @@ def test_one_path_or_a_list_of_them(tiny_cache: Path, tmp_path: Path) -> None:
             configs.build(CacheConfig, {"path": path})
     split = split_samples(Caches([tiny_cache, copy]), CacheConfig(path=(tiny_cache, copy)))
     assert split.num_repeated == 48
+
+
+def test_more_source_tags_than_an_index_tells_apart_are_refused(
+    tiny_cache: Path, second: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index, "MAX_SOURCES", 2)
+    Caches([tiny_cache])
+    with pytest.raises(CacheError, match="3 source tags, an index can tell 2 apart"):
+        Caches([tiny_cache, second])
