@@ -28,6 +28,10 @@ class Forward:
     threads: int
     """CPU threads of one worker; nothing on a GPU."""
 
+    def __post_init__(self) -> None:
+        if min(self.batch_tokens, self.threads) < 1:
+            raise ValueError("batch_tokens and threads must be at least 1")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheConfig:

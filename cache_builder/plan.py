@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +19,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from cache_builder.config import Forward
-from cache_builder.conversation import Drop
 from cache_builder.corpus import TokenizedSample
+from cache_builder.plan_check import find_contradiction
 from cache_builder.retirement import recorded_shards
-from shared.errors import CacheError
+from shared.config import build
+from shared.errors import CacheError, ConfigError
 from shared.files import (
     canonical_json,
     commit_directory,
@@ -62,6 +63,16 @@ _ARRAYS: dict[str, Any] = {
 }
 _COLUMNS = ("split_keys", "num_tokens", "source", "file", "source_row")
 """Those that hold one value of each sample as it came."""
+
+
+class Dropped(Protocol):
+    """Why a row gives no sample."""
+
+    @property
+    def reason(self) -> str: ...
+
+    @property
+    def detail(self) -> str: ...
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -131,10 +142,13 @@ class Plan:
                 name: np.dtype(kind) for name, kind in _ARRAYS.items()
             }:
                 raise CacheError(f"{directory / _SAMPLES}: not the arrays of a plan. {_DAMAGED}")
+            sizes = [(directory / name).stat().st_size for name in (_TOKENS, _MASK)]
+            if wrong := find_contradiction(self.description, arrays, *sizes):
+                raise CacheError(f"{directory}: {wrong}. {_DAMAGED}")
             self.key = str(self.description["key"])
             self.sources = tuple(self.description["sources"])
-            self.forward = Forward(**self.description["forward"])
-        except (OSError, KeyError, TypeError, SafetensorError) as error:
+            self.forward = build(Forward, self.description["forward"])
+        except (OSError, KeyError, TypeError, SafetensorError, ConfigError) as error:
             raise CacheError(f"{directory}: not a plan ({error!r}). {_DAMAGED}") from error
         self._arrays = arrays
         self._token_ids = np.memmap(directory / _TOKENS, np.int32, "r") if len(self) else None
@@ -247,7 +261,7 @@ class PlanWriter:
             self._columns[name].append(value)
         self._len += 1
 
-    def note_drop(self, file: str, row: int, drop: Drop) -> None:
+    def note_drop(self, file: str, row: int, drop: Dropped) -> None:
         """Write down a row that gives no sample."""
         line = {"file": file, "row": row, "reason": drop.reason, "detail": drop.detail}
         with writing(self._wip):

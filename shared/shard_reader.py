@@ -23,6 +23,9 @@ from shared.shard import (
 from shared.spec import CaptureSpec
 from shared.storage import OpenObject, Storage
 
+_ENDS = (("sample", 0), ("sample", -1), ("outlier", 0), ("outlier", -1))
+"""Which offsets must be those of the first and the last token and outlier."""
+
 
 class ShardReader:
     """Reads samples of one committed shard. Thread-safe: it has no position."""
@@ -106,9 +109,15 @@ class ShardReader:
             arrays[name] = np.empty((0, *_tail(name)), dtype)
             if (file := files[name]) in data:
                 self._check_file(file, data[file])
-                values = zstd.decompress(data[file][:-CRC_BYTES])
-                # A copy is writable, as torch.from_numpy wants.
-                arrays[name] = np.frombuffer(values, dtype).reshape(-1, *_tail(name)).copy()
+                try:
+                    values = zstd.decompress(data[file][:-CRC_BYTES])
+                    # A copy is writable, as torch.from_numpy wants.
+                    arrays[name] = np.frombuffer(values, dtype).reshape(-1, *_tail(name)).copy()
+                except (RuntimeError, ValueError, MemoryError) as error:
+                    raise ShardCorruptError(
+                        f"{self._storage}: shard {self.record.shard_id}, {file}: not an array "
+                        f"({error}). It was written by something else."
+                    ) from None
         return arrays
 
     def _check_file(self, name: str, data: bytes) -> None:
@@ -139,14 +148,20 @@ class ShardReader:
         }
         found = {name: len(values) for name, values in arrays.items()}
         starts = (chunks.cumsum() - chunks) * self._spec.chunk_tokens
-        ends = [*arrays["sample_offsets"][-1:], *arrays["outlier_offsets"][-1:]]
-        sources = arrays["sample_sources"]
+        outliers = np.diff(arrays["outlier_offsets"])
+        ends = [arrays[f"{name}_offsets"][i:][:1].tolist() for name, i in _ENDS]
         if (
             found != expected
             or (lengths <= 0).any()
+            or (outliers < 0).any()
             or not np.array_equal(starts, arrays["sample_starts"])
-            or ends != [record.num_tokens, record.num_outliers]
-            or ((sources < 0) | (sources >= len(record.sources))).any()
+            or ends != [[0], [record.num_tokens], [0], [record.num_outliers]]
+            or not _are_below(arrays["sample_sources"], len(record.sources))
+            or not _are_below(arrays["token_ids"], self._spec.target.vocab_size)
+            or not _are_below(arrays["loss_mask"], 2)
+            or not _are_below(
+                arrays["outlier_positions"], np.repeat(lengths * self._values_per_token, outliers)
+            )
         ):
             raise ShardCorruptError(
                 f"{self._storage}: shard {record.shard_id}: its arrays disagree with its record "
@@ -174,11 +189,19 @@ class ShardReader:
         entries = by_plane.T.ravel()
         ends = entries["offset"] + entries["size"]
         begins = np.concatenate([np.zeros(1, np.uint64), ends])
-        if not np.array_equal(begins[:-1], entries["offset"]) or begins[-1] != total - size:
+        if (
+            not np.array_equal(begins[:-1], entries["offset"])
+            or (begins[1:] < begins[:-1]).any()
+            or begins[-1] != total - size
+        ):
             raise ShardCorruptError(
                 f"{where}: chunks are missing from the index. Run `cache-builder repair`."
             )
         return begins.astype(np.int64)
+
+
+def _are_below(values: Array, end: int | Array) -> bool:
+    return not ((values < 0) | (values >= end)).any()
 
 
 def _tail(name: str) -> tuple[int, ...]:

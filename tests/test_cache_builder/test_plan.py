@@ -1,5 +1,7 @@
 """A plan holds every sample once, depends on the set of samples only, and survives its reader."""
 
+import json
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -7,11 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 
 from cache_builder.config import Forward
 from cache_builder.corpus import TokenizedSample
 from cache_builder.plan import Plan, PlanWriter, cut_shards, find_plans, micro_batches, next_plan_id
 from shared.errors import CacheError
+from shared.files import canonical_json, sha256_bytes, sha256_file, write_json
+from tests.test_shared.mutate import mutated, steady
 
 FORWARD = Forward(batch_tokens=64, threads=1)
 
@@ -150,3 +155,41 @@ def test_shards_can_be_given_instead_of_cut(tmp_path: Path) -> None:
     assert [plan.shard_positions(i).tolist() for i in plan.shard_ids] == [[0, 1], [2], [3]]
     empty = PlanWriter(tmp_path, "0002").commit(key="k", forward=FORWARD, report={}, shard_sizes=[])
     assert (len(empty), empty.shard_ids, empty.num_tokens) == (0, [], 0)
+
+
+def test_no_forged_plan_is_a_traceback(tmp_path: Path) -> None:
+    """Signed, with a value changed in its description or in one of its arrays."""
+    plan = write_plan(tmp_path, [9, 5, 7, 3], shard_tokens=12)
+    description, samples_file = plan.directory / "plan.json", plan.directory / "samples.safetensors"
+    fields = json.loads(description.read_text())
+    del fields["sha256"]
+    arrays = load_file(samples_file)
+
+    @settings(steady, max_examples=150)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        changed, forged = dict(arrays), json.loads(json.dumps(fields))
+        if data.draw(st.booleans()):
+            name = data.draw(st.sampled_from(sorted(arrays)))
+            changed[name] = arrays[name].copy()
+            bounds = np.iinfo(arrays[name].dtype)
+            values = st.integers(int(bounds.min), int(bounds.max)) | st.integers(0, 9)
+            place = data.draw(st.integers(0, arrays[name].size - 1))
+            changed[name].flat[place] = data.draw(values)
+        else:
+            forged = data.draw(mutated(fields))
+        save_file(changed, samples_file)
+        if isinstance(forged.get("files"), dict):
+            forged["files"]["samples.safetensors"] = sha256_file(samples_file)
+        with suppress(ValueError):  # NaN
+            write_json(description, {**forged, "sha256": sha256_bytes(canonical_json(forged))})
+        try:
+            opened = Plan(plan.directory)
+        except CacheError:
+            return
+        for shard_id in opened.shard_ids:
+            for position in opened.shard_positions(shard_id).tolist():
+                assert len(opened.sample(position).token_ids) in (9, 5, 7, 3)
+                assert opened.provenance(position)
+
+    check()
