@@ -51,8 +51,9 @@ def repair(config: BuildConfig, *, drop_lost: bool = False) -> list[str]:
     then is the target loaded.
 
     Args:
-        drop_lost: let go of damaged shards that no plan on disk has; a build captures their
-            samples from the data again.
+        drop_lost: let go of damaged shards that cannot be captured here: no plan on disk has
+            them, and a build captures their samples from the data again; or they were imported,
+            and the same import takes them from its source again.
 
     Returns:
         The ids of the shards captured anew.
@@ -76,8 +77,9 @@ def repair(config: BuildConfig, *, drop_lost: bool = False) -> list[str]:
         shards = {problem.shard for problem in problems if problem.shard is not None}
         damaged = sorted(shards - retired_shards(path))
         plans = _open_plans(path)
-        known = {shard_id for plan in plans for shard_id in plan.shard_ids}
-        _drop(path, sorted(set(damaged) - known), allowed=drop_lost)
+        source = _imported_from(path)
+        known = {i for plan in plans for i in plan.shard_ids} if source is None else set()
+        _drop(path, sorted(set(damaged) - known), source, allowed=drop_lost)
         todo = [shard_id for shard_id in damaged if shard_id in known]
         discard_uncommitted(path)
         if todo:
@@ -97,13 +99,6 @@ def _capture(
     todo: Sequence[str],
 ) -> None:
     path = config.cache.path
-    origin = read_description(open_storage(path)).get("origin")
-    if origin is not None and not origin["same_as"]:
-        raise CacheError(
-            f"{path}: shards {', '.join(todo[:8])} are damaged. Their states were imported from "
-            f"{origin['kind']}; a capture would not be known to give the same. Import into a new "
-            "directory."
-        )
     target_path = resolve_target(config.target)
     stamps = stamp_files(target_path)
     template = load_template(target_path, config.data)
@@ -198,7 +193,20 @@ def _open_plans(path: Location) -> list[Plan]:
     return plans
 
 
-def _drop(path: Location, lost: Sequence[str], *, allowed: bool) -> None:
+def _imported_from(path: Location) -> str | None:
+    """The tool whose states the cache holds, where a capture would not be known to give them."""
+    origin = read_description(open_storage(path)).get("origin")
+    return None if origin is None or origin["same_as"] else str(origin["kind"])
+
+
+def _drop(path: Location, lost: Sequence[str], source: str | None, *, allowed: bool) -> None:
+    if lost and not allowed and source is not None:
+        raise CacheError(
+            f"{path}: shards {', '.join(lost[:8])} are damaged. Their states were imported from "
+            f"{source}; a capture would not be known to give the same. Repair with --drop-lost, "
+            "which lets go of them, then run the same `cache-builder import` again, which takes "
+            "them from its source."
+        )
     if lost and not allowed:  # nothing is deleted that cannot come back
         raise CacheError(
             f"{path}: shards {', '.join(lost[:8])} are damaged and no plan on disk has "

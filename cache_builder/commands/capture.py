@@ -68,7 +68,8 @@ def estimate(path: Path, overrides: tuple[str, ...], as_json: bool) -> None:
 @click.option(
     "--drop-lost",
     is_flag=True,
-    help="Let go of damaged shards that no plan on disk has; build again afterwards.",
+    help="Let go of damaged shards that no plan on disk has, or that were imported; build, or "
+    "import, again afterwards.",
 )
 @_workers_option
 def repair(path: Path, overrides: tuple[str, ...], drop_lost: bool, workers: int | None) -> None:

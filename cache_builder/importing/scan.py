@@ -1,7 +1,7 @@
 """The first pass over a source: every sample is read without its states, and becomes planned."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -74,7 +74,12 @@ def plan_import(
     plans = workspace(cache) / PLANS
     writer = PlanWriter(plans, next_plan_id(plans, cache))
     try:
-        for place, found in _read(source, report, on_mismatch):
+
+        def skip(place: Place, error: SampleSkippedError) -> None:
+            report.skip(error)
+            writer.note_drop(source.root / place.name, place.number, error)
+
+        for place, found in _read(source, report, skip, on_mismatch):
             _require_shape(found.shape, shape, source.root / place.name)
             sample = TokenizedSample(
                 found.token_ids.astype(np.int32),
@@ -88,7 +93,7 @@ def plan_import(
             try:
                 _check(found, sample, seen, spec.target.vocab_size, where)
             except SampleSkippedError as error:
-                report.skip(error)
+                skip(place, error)
                 continue
             seen.add(identity := bytes.fromhex(sample.sample_id))
             report.keep(found, is_cached=identity in known)
@@ -106,7 +111,10 @@ def plan_import(
 
 
 def _read(
-    source: StateSource, report: ScanReport, on_mismatch: str
+    source: StateSource,
+    report: ScanReport,
+    skip: Callable[[Place, SampleSkippedError], None],
+    on_mismatch: str,
 ) -> Iterator[tuple[Place, SourceTokens]]:
     for place in tqdm(source.places(), desc="read", unit="sample", disable=None):
         report.num_seen += 1
@@ -118,7 +126,7 @@ def _read(
                     f"{error.detail}. States and tokens may be shifted in other files too: find "
                     "out why, or count and leave out such samples with --skip-mismatched."
                 ) from None
-            report.skip(error)
+            skip(place, error)
 
 
 def _require_shape(found: StoredShape, expected: StoredShape, path: Path) -> None:

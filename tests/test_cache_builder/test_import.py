@@ -315,6 +315,17 @@ def test_what_cannot_be_imported_is_counted_by_reason_and_named(
     assert "hs_3.safetensors is missing" in table["  no_states"]
     assert "hs_4.safetensors" in table["  unreadable"]
     assert "id 272 at position" in table["  id_out_of_range"]
+    lines = (report.plan.directory / "dropped.jsonl").read_text().splitlines()
+    dropped = [json.loads(line) for line in lines]
+    assert sorted((row["reason"], row["row"]) for row in dropped) == [
+        ("duplicate", NUM_SAMPLES),
+        ("id_out_of_range", 10),
+        ("no_states", 3),
+        ("too_short", 9),
+        ("unreadable", 4),
+        ("unreadable", 6),
+    ]
+    assert dropped[0]["file"] == str(damage(source, 3))
     kept = {tuple(sample.token_ids) for sample in captured} - {
         tuple(captured[i].token_ids) for i in (3, 4, 6, 9, 10)
     }
@@ -518,10 +529,15 @@ def test_an_import_says_that_it_is_one(
         build(tiny_build(ours.path, preset="lossless"))
     with pytest.raises(CacheIncompatibleError, match="built with other settings"):
         import_states(make_import("speculators", path=tmp_path / "into"))
-    victim = Cache(ours.path).shard_ids[0]
+    before, victim = contents(ours.path), Cache(ours.path).shard_ids[0]
     (ours.path / GROUP / victim / STATES_OBJECT).write_bytes(b"damaged")
     with pytest.raises(CacheError, match=rf"{victim} are damaged.*were imported from speculators"):
         repair(tiny_build(ours.path, preset="lossless"))
+    repair(tiny_build(ours.path, preset="lossless"), drop_lost=True)
+    assert victim not in Cache(ours.path).shard_ids
+    assert import_states(config).num_new_shards == 1  # the damaged one, from its source
+    assert contents(ours.path) == before
+    assert_clean(ours.path)
     with pytest.raises(CacheIncompatibleError, match="Declare the same"):
         import_states(
             make_import("speculators", declared={"last_hidden": "after-norm"}, path=ours.path)
