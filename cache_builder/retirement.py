@@ -1,9 +1,9 @@
 """Shards on their way out of a cache, so that a sample is never in two shards or in none.
 
-`retired.json` maps a shard to the one that takes its place, or to null. It is written before the
-first replacement is. From then on a shard in it is retired as soon as its replacement has a record
-(or at once, where there is none): committing the new shard and retiring the old one are one step.
-Retired shards stay on disk until a generation without them is published.
+The `shards` of `retired.json` map a shard to the one that takes its place, or to null. It is
+written before the first replacement is. From then on a shard in it is retired as soon as its
+replacement has a record (or at once, where there is none): committing the new shard and retiring
+the old one are one step. Retired shards stay on disk until a generation without them is published.
 """
 
 import logging
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from shared.cache import RECORDS, generation_key, read_manifest, record_key
 from shared.errors import CacheError
-from shared.files import parse_json
+from shared.files import canonical_json, parse_json, sha256_bytes
 from shared.location import Location
 from shared.manifest import Manifest, check_shard_id, is_shard_id
 from shared.shard import GROUP
@@ -20,6 +20,7 @@ from shared.storage import Storage, open_storage, put_json
 logger = logging.getLogger(__name__)
 
 RETIRED = "retired.json"
+_SHARDS, _OWN_DIGEST = "shards", "sha256"
 
 
 def recorded_shards(cache: Location) -> set[str]:
@@ -53,7 +54,8 @@ def retired_shards(cache: Location) -> set[str]:
 def retire(cache: Location, replacements: Mapping[str, str | None]) -> None:
     """Retire each shard of `replacements` once what it maps to is committed; at once for None."""
     fields = {**dict.fromkeys(retired_shards(cache)), **replacements}
-    put_json(open_storage(cache), RETIRED, fields)
+    digest = sha256_bytes(canonical_json(fields))
+    put_json(open_storage(cache), RETIRED, {_SHARDS: fields, _OWN_DIGEST: digest})
 
 
 def remove_retired(cache: Location, published: Manifest) -> None:
@@ -101,15 +103,18 @@ def _read(storage: Storage) -> dict[str, str | None]:
     if not storage.exists(RETIRED):
         return {}
     where = f"{storage}/{RETIRED}"
-    fields = parse_json(storage.read(RETIRED), where)
+    journal = parse_json(storage.read(RETIRED), where)
     try:
+        fields, digest = journal[_SHARDS], journal[_OWN_DIGEST]
+        if (found := sha256_bytes(canonical_json(fields))) != digest:
+            raise ValueError(f"sha256 {found[:16]} where it states {str(digest)[:16]}")
         for old, new in fields.items():
             check_shard_id(old)
             if new is not None:
                 check_shard_id(new)
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise CacheError(
-            f"{where}: expected shard ids, found {error}. The file is damaged: delete it, then run "
-            "`cache-builder prune` again."
+            f"{where}: expected shard ids under their digest, found {error}. The file is damaged: "
+            "delete it, then run `cache-builder prune` again."
         ) from None
     return dict(fields)

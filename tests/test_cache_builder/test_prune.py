@@ -20,7 +20,7 @@ from cache_builder.lock import builder_lock
 from cache_builder.plan import Plan
 from cache_builder.prune import prune
 from cache_builder.repair import repair
-from cache_builder.retirement import RETIRED
+from cache_builder.retirement import RETIRED, retire
 from cache_builder.rewrite import write_selection
 from cache_builder.selection import Selection, plan_selections
 from cache_builder.verify import verify_cache
@@ -34,6 +34,7 @@ from shared.errors import (
     OutOfSpaceError,
     ShardCorruptError,
 )
+from shared.files import canonical_json, sha256_bytes
 from shared.shard import GROUP, STATES_OBJECT
 from shared.storage import LocalStorage
 from tests.conftest import conversations, write_jsonl
@@ -394,8 +395,20 @@ def test_what_is_refused_changes_nothing(make_case: Callable[..., Case], tmp_pat
 
 def test_a_damaged_journal_is_one_line(make_case: Callable[..., Case]) -> None:
     case = make_case()
-    for text in ('["a"]', '{"../x": null}', '{"0001-00001": 5}', '{"0001-00001": "x"}', "{"):
-        (case.path / RETIRED).write_text(text)
+    path = case.path / RETIRED
+    retire(case.path, {"0001-00001": None})
+    intact = path.read_text()
+    assert "0001-00001" not in committed_shards(case.path)
+    path.write_text(intact.replace("00001", "00000"))  # one flipped bit: another shard would go
+    with pytest.raises(CacheError, match=r"retired\.json.*sha256"):
+        committed_shards(case.path)
+    for shards in (["a"], {"../x": None}, {"0001-00001": 5}, {"0001-00001": "x"}, None):
+        digest = sha256_bytes(canonical_json(shards))
+        path.write_text(json.dumps({"shards": shards, "sha256": digest}))
+        with pytest.raises(CacheError, match=r"retired\.json"):
+            committed_shards(case.path)
+    for text in ("{", "{}", "[]", '{"0001-00001": null}'):
+        path.write_text(text)
         with pytest.raises(CacheError, match=r"retired\.json"):
             committed_shards(case.path)
 
