@@ -9,7 +9,7 @@ from cache_builder.decoder import default_layer_ids
 from cache_builder.target import describe_target
 from cache_builder.target_config import load_config
 from cache_builder.template import ChatTemplate
-from cache_builder.tokens import describe_tokens
+from cache_builder.tokens import TOKENIZER_FILES, describe_tokens
 from cache_builder.worker import Job, Prepared
 from cache_builder.workspace import workspace
 from shared.cache import (
@@ -38,10 +38,7 @@ logger = logging.getLogger(__name__)
 _TARGET_FILES = (
     "config.json",
     "generation_config.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
+    *TOKENIZER_FILES,
     "chat_template.jinja",
 )
 _DIRECTORIES = (PLANS, RECORDS, GENERATIONS, CALIBRATIONS, WIP, TARGET, GROUP)

@@ -115,9 +115,9 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
 def _origin(origin: dict[str, Any]) -> str:
     declared = origin["declared"]
     text = (
-        f"from {origin['kind']}, layer ids {declared['layer_ids']} counted as "
-        f"{declared['layer_numbering']}"
+        f"from {origin['kind']}, layer ids {declared.get('layer_ids')} counted as "
+        f"{declared.get('layer_numbering')}"
     )
-    if declared["left_out"]:
-        text += f", {declared['left_out']} ({declared['last_hidden']}) left out"
+    if declared.get("left_out"):
+        text += f", {declared['left_out']} ({declared.get('last_hidden')}) left out"
     return text + (", declared equal to a captured cache" if origin["same_as"] else "")

@@ -7,7 +7,7 @@ from tqdm import tqdm
 
 from cache_builder.commit import committed_shards, discard_uncommitted, publish, read_record
 from cache_builder.config import BuildConfig
-from cache_builder.description import describe_capture
+from cache_builder.description import create_directories, describe_capture
 from cache_builder.lock import builder_lock
 from cache_builder.planning import open_corpus
 from cache_builder.report import CHOSEN_DROPS
@@ -75,6 +75,7 @@ def prune(
     if dry_run:
         return _report(_select(path, spec, wanted))
     with builder_lock(path):
+        create_directories(path)
         discard_uncommitted(path)
         require_no_missing_shard(path)
         selections = _select(path, spec, wanted)

@@ -1,5 +1,6 @@
 """A cache on disk: its names, and opening one generation of it for reading."""
 
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -40,6 +41,8 @@ WIP = "wip"
 
 
 _NONE = type(None)
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_TARGET_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 _DESCRIPTION_FIELDS: dict[str, tuple[type, ...]] = {
     "spec": (dict,),
     "fingerprint": (str,),
@@ -156,9 +159,14 @@ class Cache:
             CacheError: the index points to another sample.
         """
         shard_id = self.shard_ids[int(self.index.shard[position])]
-        reader = self.shard(shard_id)
+        reader, row = self.shard(shard_id), int(self.index.row[position])
+        if row >= len(reader):
+            raise CacheError(
+                f"{self.path}: the index expects row {row} in shard {shard_id}, which has "
+                f"{len(reader)}. Run `cache-builder repair`."
+            )
         with self._explaining(shard_id):
-            sample = reader.read(int(self.index.row[position]))
+            sample = reader.read(row)
         if sample.sample_id != self.index.sample_id(position):
             raise CacheError(
                 f"{self.path}: the index expects sample {self.index.sample_id(position)} in shard "
@@ -211,6 +219,11 @@ class Cache:
         except ShardCorruptError as error:
             try:
                 newest = read_manifest(self.storage)
+            except CacheNotFoundError:
+                raise ShardCorruptError(
+                    f"{self.path}: it was moved or deleted while it was read. Run the same command "
+                    "again with the path that it has now."
+                ) from error
             except CacheError:
                 raise error from None
             if shard_id in newest.records:
@@ -237,6 +250,7 @@ def read_index(storage: Storage, manifest: Manifest) -> SampleIndex:
             f"{storage}/{key}: {len(index):,} samples, the manifest counts "
             f"{manifest.totals.num_samples:,}."
         )
+    index.require_within(len(manifest.records), len(manifest.sources), f"{storage}/{key}")
     return index
 
 
@@ -307,9 +321,27 @@ def read_description(storage: Storage) -> dict[str, Any]:
             raise CacheError(
                 f"{where}: field {name!r}: expected {expected}, found {found}. The file is damaged."
             )
+    for name in ("head_sha256", "calibration"):
+        if fields[name] is not None and not _DIGEST.fullmatch(fields[name]):
+            raise CacheError(
+                f"{where}: field {name!r}: expected a digest, found {fields[name][:80]!r}. The "
+                "file is damaged."
+            )
     files = fields.setdefault("target_files", {})  # a cache of before has no digests of these
-    if not isinstance(files, dict) or not all(isinstance(d, str) for d in files.values()):
-        raise CacheError(f"{where}: field 'target_files': expected digests. The file is damaged.")
+    if not isinstance(files, dict) or not all(
+        _TARGET_FILE.fullmatch(name) and isinstance(digest, str) for name, digest in files.items()
+    ):
+        raise CacheError(
+            f"{where}: field 'target_files': expected digests by file name. The file is damaged."
+        )
+    origin = fields.get("origin", {"kind": "", "declared": {}, "same_as": False})
+    types = {"kind": str, "declared": dict, "same_as": bool}
+    if not isinstance(origin, dict) or not all(
+        isinstance(origin.get(name), kind) for name, kind in types.items()
+    ):
+        raise CacheError(
+            f"{where}: field 'origin': expected {', '.join(types)}. The file is damaged."
+        )
     found = sha256_bytes(canonical_json(fields["spec"]))
     if (stated := fields.get("fingerprint")) != found:
         raise CacheError(

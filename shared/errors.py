@@ -7,7 +7,7 @@ DraftCacheError
 +-- EndpointError               a server that runs the target does not answer as it must
 +-- CaptureError                workers died, samples failed, or shards are missing
 +-- OutOfSpaceError             the disk is too full to go on (also OSError)
-+-- StorageError                an object store cannot be reached, or refuses
++-- StorageError                an object store or a disk cannot be reached, or refuses
 +-- CacheError                  the store on disk is not what the caller needs
 |   +-- CacheNotFoundError          no cache at that path (also FileNotFoundError)
 |   +-- CacheIncompleteError        some planned shards were never committed
@@ -51,8 +51,8 @@ class OutOfSpaceError(DraftCacheError, OSError):
 
 
 class StorageError(DraftCacheError):
-    """An object store cannot be reached, or refuses. Says nothing about what is stored: no
-    CacheError, which would have a verify call it damage and a repair capture it anew."""
+    """An object store or a disk cannot be reached, or refuses. Says nothing about what is stored:
+    no CacheError, which would have a verify call it damage and a repair capture it anew."""
 
 
 class CacheError(DraftCacheError):

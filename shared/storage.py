@@ -3,9 +3,11 @@
 Keys are paths inside the cache. What is put is whole or absent, and durable when the call returns.
 """
 
+import errno
 import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
@@ -13,7 +15,13 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from shared.errors import CacheError, CacheLockedError, ShardCorruptError
+from shared.errors import (
+    CacheError,
+    CacheLockedError,
+    DraftCacheError,
+    ShardCorruptError,
+    StorageError,
+)
 from shared.files import (
     commit_directory,
     json_bytes,
@@ -60,7 +68,8 @@ class Storage(Protocol):
 
     Raises, all methods:
         CacheError: a key would leave the cache.
-        StorageError: an object store cannot be reached, or refuses.
+        StorageError: an object store cannot be reached, or refuses; or a disk refuses to be read,
+            for want of rights, file numbers or memory. It says nothing about what is stored.
         DraftCacheError: a file cannot be written.
     """
 
@@ -140,7 +149,7 @@ def check_key(where: object, key: str) -> tuple[str, ...]:
         CacheError: it would leave the cache.
     """
     parts = PurePosixPath(key).parts
-    if not parts or key.startswith("/") or ".." in parts:
+    if not parts or key.startswith("/") or ".." in parts or "\0" in key:
         raise CacheError(f"{where}: name {key!r} leaves the cache. The metadata is damaged.")
     return parts
 
@@ -181,25 +190,26 @@ class LocalStorage:
         return self.root.joinpath(*check_key(self.root, key))
 
     def exists(self, key: str) -> bool:
-        return self.path(key).is_file()
+        with _reading(f"{self.root}/{key}"):
+            return self.path(key).is_file()
 
     def names(self, key: str | None) -> list[str]:
         directory = self.root if key is None else self.path(key)
-        return sorted(entry.name for entry in directory.iterdir()) if directory.is_dir() else []
+        with _reading(str(directory)):
+            return sorted(entry.name for entry in directory.iterdir()) if directory.is_dir() else []
 
     def sizes(self, key: str) -> dict[str, int]:
         directory = self.path(key)
-        return {
-            path.relative_to(directory).as_posix(): path.stat().st_size
-            for path in sorted(directory.rglob("*"))
-            if path.is_file()
-        }
+        with _reading(str(directory)):
+            return {
+                path.relative_to(directory).as_posix(): path.stat().st_size
+                for path in sorted(directory.rglob("*"))
+                if path.is_file()
+            }
 
     def read(self, key: str) -> bytes:
-        try:
+        with _reading(f"{self.root}/{key}"):
             return self.path(key).read_bytes()
-        except OSError as error:
-            raise ShardCorruptError(f"{self.root}/{key}: {_why(error)}") from error
 
     def read_many(self, keys: Iterable[str]) -> list[bytes]:
         return [self.read(key) for key in keys]
@@ -213,10 +223,8 @@ class LocalStorage:
         return bytes(data)
 
     def sha256(self, key: str) -> str:
-        try:
+        with _reading(f"{self.root}/{key}"):
             return sha256_file(self.path(key))
-        except OSError as error:
-            raise ShardCorruptError(f"{self.root}/{key}: {_why(error)}") from error
 
     def version(self, key: str) -> str | None:
         return sha256_bytes(self.read(key)) if self.exists(key) else None
@@ -237,14 +245,14 @@ class LocalStorage:
 
     def delete(self, *keys: str) -> None:
         with writing(self.root):
-            there = [path for path in map(self.path, keys) if path.exists()]
+            there = [path for path in map(self.path, keys) if os.path.lexists(path)]
             for path in there:
                 path.unlink(missing_ok=True)
             _sync_parents(there)
 
     def delete_trees(self, *keys: str) -> None:
         with writing(self.root):
-            there = [path for path in map(self.path, keys) if path.exists()]
+            there = [path for path in map(self.path, keys) if os.path.lexists(path)]
             for path in there:
                 remove_tree(path)
             _sync_parents(there)
@@ -263,10 +271,8 @@ class StoredObject:
     def __init__(self, path: Path, name: str) -> None:
         self._name = name
         self._descriptor = -1
-        try:
+        with _reading(name):
             self._descriptor = os.open(path, os.O_RDONLY)
-        except OSError as error:
-            raise ShardCorruptError(f"{name}: {_why(error)}") from error
 
     def __del__(self) -> None:
         # Not by a method: a thread may still read what another one has evicted from its cache,
@@ -276,13 +282,11 @@ class StoredObject:
 
     def read_into(self, buffer: memoryview, start: int) -> None:
         done = 0
-        try:
+        with _reading(self._name):
             while done < len(buffer) and (
                 count := os.preadv(self._descriptor, [buffer[done:]], start + done)
             ):
                 done += count
-        except OSError as error:
-            raise ShardCorruptError(f"{self._name}: {_why(error)}") from error
         if done != len(buffer):
             raise ends_early(self._name, len(buffer), start, done)
 
@@ -310,7 +314,34 @@ def _sync_parents(paths: Iterable[Path]) -> None:
         sync_directory(parent)
 
 
-def _why(error: OSError) -> str:
-    if isinstance(error, FileNotFoundError):
-        return "missing. Run `cache-builder repair`."
-    return f"cannot be read ({error.strerror})."
+_NOT_DAMAGE = (
+    *(errno.EACCES, errno.EPERM),
+    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
+    errno.ENAMETOOLONG,
+)
+"""Answers of a file system that say nothing about what is stored: a repair would capture it anew
+for nothing."""
+
+
+@contextmanager
+def _reading(where: str) -> Iterator[None]:
+    """Turn what the disk answers into an error that says what to do.
+
+    Raises:
+        ShardCorruptError: missing, or cannot be read.
+        StorageError: one of `_NOT_DAMAGE`.
+    """
+    try:
+        yield
+    except DraftCacheError:
+        raise
+    except FileNotFoundError as error:
+        raise ShardCorruptError(f"{where}: missing. Run `cache-builder repair`.") from error
+    except OSError as error:
+        reason = f"{where}: cannot be read ({os.strerror(error.errno or 0)})."
+        if error.errno in _NOT_DAMAGE:
+            raise StorageError(
+                f"{reason} It is not said to be damaged: look at the path, its permissions and "
+                "the limits of this process (ulimit -n)."
+            ) from error
+        raise ShardCorruptError(reason) from error

@@ -224,7 +224,10 @@ EDITS: dict[str, tuple[str, Callable[[Path], object]]] = {
         DESCRIPTION,
         lambda c: edit(c / DESCRIPTION, lambda f: f.update(fingerprint="0" * 64)),
     ),
-    "description-head": (HEAD, lambda c: edit(c / DESCRIPTION, lambda f: f.update(head_sha256=""))),
+    "description-head": (
+        HEAD,
+        lambda c: edit(c / DESCRIPTION, lambda f: f.update(head_sha256="0" * 64)),
+    ),
     "description-part": (DESCRIPTION, lambda c: edit(c / DESCRIPTION, lambda f: f.pop("spec"))),
     "manifest-totals": (
         MANIFEST,
