@@ -77,7 +77,7 @@ def plan_import(
 
         def skip(place: Place, error: SampleSkippedError) -> None:
             report.skip(error)
-            writer.note_drop(source.root / place.name, place.number, error)
+            writer.note_drop(str(source.root / place.name), place.number, error)
 
         for place, found in _read(source, report, skip, on_mismatch):
             _require_shape(found.shape, shape, source.root / place.name)
