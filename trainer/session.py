@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shared.errors import CacheIncompatibleError, ConfigError, RunError
+from shared.errors import CacheIncompatibleError, ConfigError, NonFiniteError, RunError
 from shared.head import Head
 from trainer.batch import Features, mask_token_in_text
 from trainer.caches import Caches
@@ -79,12 +79,22 @@ class Session:
         """Root mean square of every channel over some training samples, float32 [L * D].
 
         The first token of a sample is left out: its massive activations are not typical.
+
+        Raises:
+            NonFiniteError: naming a sample whose states are not finite.
         """
         train = self.split.train
         square_F = torch.zeros(self.drafter.fc.in_features)
         num_tokens = 0
         for position in train[:: -(-len(train) // _RMS_SAMPLES)].tolist():
-            states_TLD = self.cache.unpack(self.cache.read(position))[1:]
+            sample = self.cache.read(position)
+            states_TLD = self.cache.unpack(sample)
+            if not bool(states_TLD.isfinite().all()):  # it would spoil every weight
+                raise NonFiniteError(
+                    f"{self.cache}: states of sample {sample.sample_id} are not finite. Run "
+                    "`cache-builder verify --deep`, then `cache-builder repair`."
+                )
+            states_TLD = states_TLD[1:]
             hidden_TF = states_TLD[:, : self.cache.spec.num_taps].flatten(1).float()
             square_F += hidden_TF.square().sum(0)
             num_tokens += len(hidden_TF)
