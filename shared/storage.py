@@ -199,13 +199,13 @@ class LocalStorage:
             return sorted(entry.name for entry in directory.iterdir()) if directory.is_dir() else []
 
     def sizes(self, key: str) -> dict[str, int]:
-        directory = self.path(key)
+        directory, found = self.path(key), {}
         with _reading(str(directory)):
-            return {
-                path.relative_to(directory).as_posix(): path.stat().st_size
-                for path in sorted(directory.rglob("*"))
-                if path.is_file()
-            }
+            for place, _, names in os.walk(directory, onerror=_raise_unless_absent):
+                for path in (Path(place, name) for name in names):
+                    if path.is_file():
+                        found[path.relative_to(directory).as_posix()] = path.stat().st_size
+        return dict(sorted(found.items()))
 
     def read(self, key: str) -> bytes:
         with _reading(f"{self.root}/{key}"):
@@ -312,6 +312,12 @@ class StoredObject:
 def _sync_parents(paths: Iterable[Path]) -> None:
     for parent in sorted({path.parent for path in paths}):
         sync_directory(parent)
+
+
+def _raise_unless_absent(error: OSError) -> None:
+    """What is absent has no files; what may not be looked into is not absent."""
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
 
 
 _NOT_DAMAGE = (

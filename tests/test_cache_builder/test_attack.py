@@ -169,6 +169,25 @@ def test_what_the_disk_refuses_is_not_called_damage(
     assert tree(copy) == before
 
 
+def test_a_shard_that_may_not_be_looked_into_is_not_called_missing(
+    copy: Path, tiny_build: MakeBuild, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim = copy / GROUP / Cache(copy).shard_ids[1]
+    before, scandir = tree(copy), os.scandir
+
+    def refuse(path: Any) -> Any:
+        if Path(path) == victim:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    for operation in (lambda: verify_cache(copy, deep=False), lambda: repair(tiny_build(copy))):
+        with pytest.raises(StorageError, match=rf"{victim.name}: cannot be read \(Permission"):
+            operation()
+    monkeypatch.undo()
+    assert tree(copy) == before
+
+
 def test_a_cache_that_is_moved_while_it_is_read_is_said_to_be(copy: Path, tmp_path: Path) -> None:
     cache = Cache(copy)
     cache.read(0)

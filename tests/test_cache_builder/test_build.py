@@ -396,3 +396,19 @@ def test_source_tags_of_all_builds_of_a_cache_count(tiny_build: MakeBuild, tmp_p
         ):
             build(tiny_build(cache, data=[write_jsonl(data, more)]))
     assert len(build(tiny_build(cache, data=[data])).manifest.sources) == 3
+
+
+def test_every_file_of_the_tokenizer_is_kept_with_the_cache(
+    tiny_build: MakeBuild, tiny_target: Path, tmp_path: Path
+) -> None:
+    """Some tokenizers have no `tokenizer.json`, and without these the ids say nothing."""
+    target, cache = tmp_path / "target", tmp_path / "cache"
+    shutil.copytree(tiny_target, target)
+    for name in ("vocab.json", "merges.txt", "added_tokens.json"):
+        (target / name).write_text("{}" if name.endswith("json") else "")
+    data = write_jsonl(tmp_path / "data.jsonl", conversations(range(2)))
+    config = tiny_build(cache, data=[data])
+    build(replace(config, target=replace(config.target, path=str(target))))
+    for name in ("vocab.json", "merges.txt", "added_tokens.json", "tokenizer.json"):
+        assert Cache(cache).target_file(name) == (target / name).read_bytes()
+        assert name in Cache(cache).target_files
