@@ -45,14 +45,14 @@ def environment(s3_server: str, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture(scope="module")
 def cluster(environment: None) -> Iterator[Any]:
-    """Three nodes of one core each."""
+    """Three nodes: a head that has no room for workers, since it must not be killed, and two."""
     from ray.cluster_utils import Cluster
 
-    node = {"num_cpus": 1, "object_store_memory": 80_000_000, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=node)
+    node = {"object_store_memory": 80_000_000, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **node})
     try:
         for _ in range(2):
-            cluster.add_node(wait=False, **node)
+            cluster.add_node(wait=False, num_cpus=1, **node)
         cluster.wait_for_nodes(120)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("RAY_ADDRESS", cluster.address)
@@ -90,6 +90,7 @@ def local(make: MakeBuild, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return build(make(path, WorkersConfig(devices="cpu", num_workers=1))).manifest.records
 
 
+@pytest.mark.slow
 def test_a_node_killed_midway_costs_no_shard_and_no_bit(
     cluster: Any, make: MakeBuild, local: dict[str, str], tmp_path: Path
 ) -> None:
@@ -112,7 +113,8 @@ def test_a_node_killed_midway_costs_no_shard_and_no_bit(
     def kill_one(self: Progress, name: str, tokens: int) -> None:
         advanced(self, name, tokens)
         number = int(name.split()[1])
-        if not victims and kill_node_of(cluster, crews[0].members[number].actor):
+        if not victims:
+            kill_node_of(cluster, crews[0].members[number].actor)
             victims.append(name)
 
     def note(self: Progress, name: str, how: str) -> None:
@@ -125,7 +127,7 @@ def test_a_node_killed_midway_costs_no_shard_and_no_bit(
         patch.setattr(Progress, "advanced", kill_one)
         patch.setattr(Progress, "died", note)
         report = build(make(tmp_path / "cache"))
-    assert len(crews[0].members) == 3
+    assert len(crews[0].members) == 2
     assert deaths == victims
     assert victims[0].endswith(f"({os.uname().nodename} cpu)")
     assert sorted(begun) == report.plan.shard_ids
@@ -134,17 +136,13 @@ def test_a_node_killed_midway_costs_no_shard_and_no_bit(
     assert_clean(tmp_path / "cache")
 
 
-def kill_node_of(cluster: Any, actor: Any) -> bool:
-    """False where it is the head, without which there is no cluster."""
+def kill_node_of(cluster: Any, actor: Any) -> None:
     import ray
 
     state = ray._private.state.actors(actor._actor_id.hex())
     (node,) = [n for n in cluster.list_all_nodes() if n.node_id == state["Address"]["NodeID"]]
-    if node is cluster.head_node:
-        return False
     os.kill(state["Pid"], signal.SIGKILL)
     cluster.remove_node(node, allow_graceful=False)
-    return True
 
 
 def test_a_bucket_is_filled_from_a_workspace_of_the_nodes_own(
@@ -196,7 +194,7 @@ def test_more_is_asked_for_than_the_cluster_has(
     assert "workers.num_workers = 9, but the Ray cluster holds" in caplog.text
     facts = estimate(make(tmp_path / "cache"))
     assert set(facts["devices"]) == {"cpu"}
-    assert len(facts["devices"]) >= 2
+    assert len(facts["devices"]) == len(cluster.list_all_nodes()) - 1
 
 
 @pytest.mark.parametrize(
