@@ -65,7 +65,7 @@ $(VENV)/installed: pyproject.toml .constraints.txt
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	$(PIP) install -c .constraints.txt -e '.[datasets,gguf,endpoint,import,report,s3,dev]'
+	$(PIP) install -c .constraints.txt -e '.[datasets,gguf,endpoint,import,ray,report,s3,dev]'
 	$(PIP) install --no-deps dflash==0.1.0
 	touch $@
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from cache_builder.commit import committed_shards, discard_uncommitted, publish, read_record
 from cache_builder.config import BuildConfig
 from cache_builder.description import describe_capture, open_or_create
-from cache_builder.devices import require_devices
-from cache_builder.jobs import capture_shards, make_job
+from cache_builder.jobs import capture_shards, make_job, require_workers
 from cache_builder.lock import builder_lock
 from cache_builder.plan import Plan, find_plans
 from cache_builder.planning import find_or_make_plan
@@ -55,7 +54,7 @@ def build(config: BuildConfig, *, retry_quarantined: bool = False) -> BuildRepor
         KeyboardInterrupt: with what is committed so far as its message.
     """
     started = time.perf_counter()
-    require_devices(config.workers)  # before the target is hashed and the data are tokenized
+    require_workers(config.workers)  # before the target is hashed and the data are tokenized
     target_path = resolve_target(config.target)
     stamps = stamp_files(target_path)
     template = load_template(target_path, config.data)

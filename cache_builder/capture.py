@@ -1,9 +1,13 @@
 """Capturing one planned shard: the forward, and when it failed for memory, a smaller one."""
 
+import contextlib
 import logging
+import os
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 import torch
 
@@ -136,8 +140,7 @@ class ShardCapture:
     ) -> tuple[ShardRecord, Timing]:
         started = time.perf_counter()
         timing = Timing()
-        wip = workspace(self._cache) / WIP / shard_id
-        remove_tree(wip)
+        wip = _claim(workspace(self._cache) / WIP, shard_id)
         files = ShardWriter(wip, self._spec, shard_id)
         positions, device = self._plan.shard_positions(shard_id), self._target.device
         try:
@@ -170,7 +173,7 @@ class ShardCapture:
             batch_tokens=forward.batch_tokens,
             threads=forward.threads if is_cpu else None,
         )
-        commit_shard(self._cache, record)
+        commit_shard(self._cache, record, wip)
         ended = time.perf_counter()
         timing.commit, timing.total = ended - drained, ended - started
         return record, timing
@@ -186,3 +189,15 @@ class ShardCapture:
                 raise TooLargeError(samples) from None  # its frames hold the states
             raise
         return CapturedBatch(samples, states)
+
+
+def _claim(place: Path, shard_id: str) -> Path:
+    """A directory for the shard, of a name that no worker had before.
+
+    What others left of it is taken away from them, since one that is called dead may only have
+    been cut off: renamed first, so that it can neither write on nor commit.
+    """
+    for other in place.glob(f"{shard_id}.*"):
+        with contextlib.suppress(FileNotFoundError):  # its own worker may just have committed it
+            remove_tree(other.rename(place / f"dead.{other.name}"))
+    return place / f"{shard_id}.{os.uname().nodename}-{os.getpid()}-{uuid.uuid4().hex[:8]}"

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 
 from cache_builder.lease import require_lease
 from cache_builder.quarantine import quarantined_samples
@@ -25,7 +26,7 @@ from shared.cache import (
     record_key,
     require_layers,
 )
-from shared.errors import CacheError, CacheNotFoundError, CaptureError
+from shared.errors import CacheError, CacheLockedError, CacheNotFoundError, CaptureError
 from shared.files import json_bytes, parse_json, remove_tree, sha256_bytes
 from shared.index import SampleIndex, require_countable
 from shared.location import Location
@@ -38,17 +39,26 @@ from shared.storage import Storage, open_storage
 logger = logging.getLogger(__name__)
 
 
-def commit_shard(cache: Location, record: ShardRecord) -> None:
+def commit_shard(cache: Location, record: ShardRecord, finished: Path | None = None) -> None:
     """Move the finished shard into place, then write its record: that is the commit.
 
+    Args:
+        finished: the directory with its files; None for `wip/<shard id>` of the workspace.
+
     Raises:
-        CacheLockedError: another builder took over.
+        CacheLockedError: another builder took over, or another worker of this one.
     """
     require_lease(cache)
+    finished = finished or workspace(cache) / WIP / record.shard_id
+    if not finished.is_dir():  # before anything of the other one's is touched
+        raise CacheLockedError(
+            f"{finished}: removed by another worker, which captures the shard anew: this one was "
+            "taken for dead."
+        )
     storage, key = open_storage(cache), record_key(record.shard_id)
     storage.delete(key)  # of a worker that committed it and died before it could say so
     storage.delete_trees(f"{GROUP}/{record.shard_id}")  # of one that died before the record
-    storage.put_tree(workspace(cache) / WIP / record.shard_id, f"{GROUP}/{record.shard_id}")
+    storage.put_tree(finished, f"{GROUP}/{record.shard_id}")
     storage.put_over(key, json_bytes(record.to_dict()), None)
 
 

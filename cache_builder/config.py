@@ -13,6 +13,10 @@ from shared.manifest import MAX_THREADS
 from shared.spec import LastHidden
 
 MAX_WORKERS = 1024
+Launcher = Literal["local", "ray"]
+MAX_DEVICES = 64
+"""Of one worker."""
+
 DEVICE = re.compile(r"cpu|cuda(:\d{1,4})?")
 
 
@@ -188,12 +192,23 @@ class PlanConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkersConfig:
+    launcher: Launcher = "local"
+    """`local`: processes of this machine. `ray`: actors on the nodes of a running Ray cluster, the
+    one that Ray itself finds (RAY_ADDRESS, or started on this machine); it is never started here.
+    """
+
     devices: Literal["auto", "cpu"] | tuple[str, ...] = "auto"
-    """`auto`: all GPUs, or the CPU. Or a list such as ["cuda:0", "cuda:1"]."""
+    """`auto`: all GPUs, or the CPU. Or a list such as ["cuda:0", "cuda:1"]; not under Ray, which
+    gives each worker its GPUs."""
+
+    devices_per_worker: int = 1
+    """GPUs that share one copy of the target, each with some of its blocks: for targets that one
+    does not hold. They work one after the other, so that a target that fits one is faster there."""
 
     num_workers: int = 0
     """Processes, each with the target in its memory; 0 takes one per GPU, or on a CPU as many as
-    its cores and memory hold. Never more than shards. One worker runs inside the calling process.
+    its cores and memory hold; under Ray as many as the cluster's resources hold. Never more than
+    shards. One local worker runs inside the calling process.
     """
 
     num_tokenizers: int = 0
@@ -217,6 +232,14 @@ class WorkersConfig:
             raise ValueError('devices must name at least one, or be "auto"')
         if bad := [name for name in names if not DEVICE.fullmatch(name)]:
             raise ValueError(f'devices must be "cpu" or "cuda:N" each, got {bad[0]!r}')
+        if self.launcher == "ray" and names:
+            raise ValueError(
+                'devices must be "auto" or "cpu" with launcher "ray", which picks GPUs'
+            )
+        if not 1 <= self.devices_per_worker <= MAX_DEVICES:
+            raise ValueError(
+                f"devices_per_worker must be in [1, {MAX_DEVICES}], got {self.devices_per_worker}"
+            )
         if not 1 <= self.threads <= MAX_THREADS:
             raise ValueError(f"threads must be in [1, {MAX_THREADS}], got {self.threads}")
 

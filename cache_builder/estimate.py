@@ -2,13 +2,14 @@
 
 import logging
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cache_builder.config import BuildConfig, Forward
+from cache_builder.config import BuildConfig, Forward, WorkersConfig
 from cache_builder.corpus import TokenizedSample
 from cache_builder.description import create_directories, describe_capture
-from cache_builder.devices import pick_devices
+from cache_builder.devices import Devices, describe_devices, pick_devices
 from cache_builder.plan import Plan, PlanWriter
 from cache_builder.planning import committed_samples, make_plan
 from cache_builder.space import bytes_here, free_bytes
@@ -16,6 +17,7 @@ from cache_builder.target import resolve_target, stamp_files
 from cache_builder.tokens import load_template
 from cache_builder.worker import Job, Task, Worker
 from cache_builder.workspace import workspace
+from shared.errors import ConfigError
 from shared.quantity import count, size
 
 logger = logging.getLogger(__name__)
@@ -57,9 +59,7 @@ def estimate(config: BuildConfig) -> dict[str, Any]:
             }
         lengths = [plan.lengths(plan.shard_positions(i)) for i in plan.shard_ids]
         sample = _sample_plan(plan, scratch / "some", config.forward)
-        devices = pick_devices(
-            config.workers, num_shards=len(plan.shard_ids), target_path=target_path
-        )
+        devices = _workers(config.workers, len(plan.shard_ids), target_path)
         job = Job(
             cache=scratch,
             plan=sample.directory,
@@ -83,7 +83,8 @@ def estimate(config: BuildConfig) -> dict[str, Any]:
     needed = bytes_per_token * plan.num_tokens
     free = free_bytes(workspace(path))
     largest = max(int(plan_lengths.sum()) for plan_lengths in lengths) * bytes_per_token
-    here = bytes_here(path, needed, largest, len(devices))
+    is_here = config.workers.launcher == "local"
+    here = bytes_here(path, needed, largest, len(devices) if is_here else 0)
     return {
         "num_samples": len(plan),
         "num_tokens": plan.num_tokens,
@@ -101,8 +102,25 @@ def estimate(config: BuildConfig) -> dict[str, Any]:
         "fits": here + config.cache.min_free_bytes <= free,
         "tokens_per_second": rate,
         "hours": plan.num_tokens / rate / 3600,
-        "devices": devices,
+        "devices": [describe_devices(own) for own in devices],
     }
+
+
+def _workers(config: WorkersConfig, num_shards: int, target_path: Path) -> list[Devices]:
+    """The devices of every worker. Under Ray, as many as the cluster holds, each like the first of
+    this machine."""
+    if config.launcher == "local":
+        return pick_devices(config, num_shards=num_shards, target_path=target_path)
+    from cache_builder.ray_cluster import cluster_workers  # an extra
+
+    number, has_gpus = cluster_workers(config, target_path)
+    (own,) = pick_devices(replace(config, num_workers=1), num_shards=1, target_path=target_path)
+    if has_gpus != (own != ("cpu",)):
+        raise ConfigError(
+            f"estimate: the cluster's workers have {'GPUs' if has_gpus else 'no GPUs'}, but it is "
+            f"measured here, on {describe_devices(own)}. Run it on a node like those that capture."
+        )
+    return [own] * min(number, num_shards)
 
 
 def _sample_plan(plan: Plan, plans: Path, forward: Forward) -> Plan:

@@ -4,11 +4,12 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from cache_builder.config import BuildConfig
+from cache_builder.config import BuildConfig, WorkersConfig
 from cache_builder.description import write_description
-from cache_builder.devices import pick_devices
+from cache_builder.devices import Devices, describe_devices, pick_devices, require_devices
 from cache_builder.plan import Plan
-from cache_builder.pool import Events, Outcome, run_inline, run_processes
+from cache_builder.pool import Events, Outcome, run_inline
+from cache_builder.processes import run_processes
 from cache_builder.progress import Progress
 from cache_builder.space import bytes_here, require_fit
 from cache_builder.target import FileStamps
@@ -48,35 +49,64 @@ def capture_shards(
         for task in tasks
     }
     total = sum(tokens.values())
-    devices = pick_devices(config.workers, num_shards=len(tasks), target_path=job.target_path)
+    workers = config.workers
+    is_ray = workers.launcher == "ray"
+    devices = (
+        []  # every node has its own, and its own disk beside a bucket
+        if is_ray
+        else pick_devices(workers, num_shards=len(tasks), target_path=job.target_path)
+    )
     per_token = job.spec.raw_bytes_per_token * job.spec.build_codec().expected_ratio
     needed, largest = total * per_token, max(tokens.values(), default=0) * per_token
     here = bytes_here(job.cache, needed, largest, len(devices))
     require_fit(workspace(job.cache), here, job.min_free_bytes)
     logger.info(
-        "capturing %d tokens with %d workers on %s, about %.2f GB",
+        "capturing %d tokens %s, about %.2f GB",
         total,
-        len(devices),
-        ", ".join(sorted(set(devices))),
+        "on the Ray cluster" if is_ray else f"with {len(devices)} workers on {_list(devices)}",
         needed / 1e9,
     )
-    progress = Progress(devices, tokens, raw_bytes_per_token=job.spec.raw_bytes_per_token)
+    progress = Progress(tokens, raw_bytes_per_token=job.spec.raw_bytes_per_token)
     events = Events(
         on_prepared=lambda ready: write_description(job, ready),
+        on_joined=progress.joined,
         on_started=progress.started,
         on_progress=progress.advanced,
         on_committed=progress.committed,
         on_died=progress.died,
         on_tick=progress.tick,
     )
-    with progress:
-        if len(devices) == 1:
-            outcome = run_inline(job, devices[0], tasks, prepared, events)
-        else:
-            outcome = run_processes(job, devices, tasks, prepared, events)
-    for line in progress.report():
-        logger.info("%s", line)
+    try:
+        with progress:
+            if is_ray:
+                from cache_builder.ray_cluster import run_ray  # an extra
+
+                outcome = run_ray(job, workers, tasks, prepared, events)
+            elif len(devices) == 1:
+                outcome = run_inline(job, devices[0], tasks, prepared, events)
+            else:
+                outcome = run_processes(job, devices, tasks, prepared, events)
+    finally:  # whoever interrupts a build wants to know how fast it was
+        progress.log_report()
     _require_all(outcome, plan)
+
+
+def require_workers(config: WorkersConfig) -> None:
+    """Refuse early what no capture could begin with.
+
+    Raises:
+        ConfigError: a device is not there, or no Ray cluster.
+    """
+    if config.launcher == "ray":
+        from cache_builder.ray_cluster import require_cluster  # an extra
+
+        require_cluster(config)
+    else:
+        require_devices(config)
+
+
+def _list(devices: Sequence[Devices]) -> str:
+    return ", ".join(sorted(map(describe_devices, set(devices))))
 
 
 def _require_all(outcome: Outcome, plan: Plan) -> None:

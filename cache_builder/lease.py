@@ -37,7 +37,7 @@ def lease(cache: S3Url) -> Iterator[None]:
     Raises:
         CacheLockedError: another builder is at work on it.
     """
-    storage, holder = open_storage(cache), _Holder(_owner(workspace(cache)))
+    storage, holder = open_storage(cache), _Holder(lease_owner(cache))
     version = _take(storage, holder)
     stop = threading.Event()
     beat = threading.Thread(target=_beat, args=(storage, holder, version, stop), daemon=True)
@@ -67,7 +67,7 @@ def require_lease(cache: Location) -> None:
     owner = None
     with suppress(ShardCorruptError):
         owner = _read_owner(open_storage(cache))
-    if owner != _owner(workspace(cache)):
+    if owner != lease_owner(cache):
         raise CacheLockedError(
             f"{cache}: another builder took over, or {LEASE} was deleted: this one had not "
             f"answered for {LEASE_SECONDS:g} s. What is committed is kept."
@@ -136,8 +136,9 @@ def _read_holder(storage: Storage) -> tuple[str | None, str]:
         return None, "unknown"
 
 
-def _owner(place: Path) -> str:
+def lease_owner(cache: S3Url) -> str:
     """The name of this machine's workspace: a random one, made once."""
+    place = workspace(cache)
     file = place / _OWNER
     with suppress(FileNotFoundError):
         return file.read_text()
@@ -145,3 +146,9 @@ def _owner(place: Path) -> str:
         raise CacheError(f"{place}: missing. It was deleted while a builder was at work in it.")
     write_bytes(file, uuid.uuid4().hex.encode())
     return file.read_text()
+
+
+def lend(cache: S3Url, owner: str) -> None:
+    """Let this machine's workspace commit for the builder of another, as long as that is the
+    holder."""
+    write_bytes(workspace(cache) / _OWNER, owner.encode())

@@ -2,6 +2,7 @@
 with them."""
 
 import fcntl
+import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 from cache_builder.lease import lease
 from cache_builder.workspace import workspace
 from shared.errors import CacheLockedError
-from shared.files import writing
+from shared.files import remove_tree, writing
 from shared.location import Location, S3Url
 
 _BUILDER = "builder.lock"
@@ -78,6 +79,25 @@ def _open(path: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def own_slot(place: Path) -> Iterator[Path]:
+    """A directory below `place` that no other process has: emptied, and again in the end."""
+    with writing(place):
+        place.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count():
+        slot = place / str(number)
+        descriptor = os.open(slot.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            if _try_lock(descriptor, fcntl.LOCK_EX):
+                remove_tree(slot)
+                slot.mkdir()
+                yield slot
+                remove_tree(slot)
+                return
+        finally:
+            os.close(descriptor)
 
 
 def _wait_for_orphans(place: Path) -> None:

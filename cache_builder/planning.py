@@ -21,6 +21,7 @@ from cache_builder.stored_plans import own_plans, share_plan
 from cache_builder.template import ChatTemplate
 from cache_builder.workspace import workspace
 from shared import config as configs
+from shared import log
 from shared.cache import DESCRIPTION, PLANS, read_description
 from shared.files import canonical_json, sha256_bytes
 from shared.location import Location
@@ -138,7 +139,7 @@ def make_plan(
             on_drop=writer.note_drop,
         )
         num_known = 0
-        for sample in tqdm(corpus, desc="tokenize", unit="sample", disable=None):
+        for sample in tqdm(corpus, desc="tokenize", unit="sample", disable=not log.shows_bars()):
             if bytes.fromhex(sample.sample_id) in known:
                 num_known += 1
             else:

@@ -1,17 +1,15 @@
 """Workers pull shards from one queue: whoever is free takes the next, a dead one costs one."""
 
 import logging
-import multiprocessing
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
-from typing import Any
 
 from cache_builder.capture import Timing
-from cache_builder.worker import Job, Prepared, Task, Worker, serve
+from cache_builder.crew import Crew, Member, Message, Request, WorkerDiedError, worker_name
+from cache_builder.devices import Devices, describe_devices
+from cache_builder.worker import Job, Prepared, Task, Worker
 from shared.errors import CaptureError, DraftCacheError
 from shared.manifest import ShardRecord
 
@@ -34,6 +32,9 @@ class Events:
     on_prepared: Callable[[Prepared], None]
     """Called once, before the first shard; writes what readers need of the target."""
 
+    on_joined: Callable[[str], None] = _ignore
+    """Worker name, before anything else is said of it."""
+
     on_started: Callable[[str, str], None] = _ignore
     """Worker name and the shard it begins."""
 
@@ -42,21 +43,11 @@ class Events:
 
     on_committed: Callable[[str, ShardRecord, Timing], None] = _ignore
 
-    on_died: Callable[[str], None] = _ignore
-    """Worker name. What it told of its shard does not count."""
+    on_died: Callable[[str, str], None] = _ignore
+    """Worker name and how. What it told of its shard does not count."""
 
     on_tick: Callable[[], None] = _ignore
     """About once a second, whatever the workers do."""
-
-
-@dataclass(slots=True)
-class _Member:
-    name: str
-    process: BaseProcess
-    connection: Connection
-    task: Task | None = None
-    is_ready: bool = False
-    is_preparing: bool = False
 
 
 @dataclass(slots=True)
@@ -67,17 +58,13 @@ class Outcome:
     """Shard ids that were not captured, with the reason."""
 
 
-def worker_names(devices: Sequence[str]) -> list[str]:
-    """What the workers on `devices` are called."""
-    return [f"worker {number} ({device})" for number, device in enumerate(devices)]
-
-
 def run_inline(
-    job: Job, device: str, tasks: Sequence[Task], prepared: Prepared | None, events: Events
+    job: Job, devices: Devices, tasks: Sequence[Task], prepared: Prepared | None, events: Events
 ) -> Outcome:
     """Capture all shards in this process: no spawn, breakpoints work."""
-    (name,) = worker_names([device])
-    worker = Worker(job, device)
+    name = worker_name(0, describe_devices(devices))
+    events.on_joined(name)
+    worker = Worker(job, devices)
     if prepared is None:
         prepared = worker.prepare()
         events.on_prepared(prepared)
@@ -93,48 +80,35 @@ def run_inline(
     return Outcome()
 
 
-def run_processes(
-    job: Job,
-    devices: Sequence[str],
-    tasks: Sequence[Task],
-    prepared: Prepared | None,
-    events: Events,
+def run_crew(
+    crew: Crew, tasks: Sequence[Task], prepared: Prepared | None, events: Events
 ) -> Outcome:
-    """Capture all shards with one process per entry of `devices`.
+    """Capture all shards with the members of `crew`.
 
     Raises:
         DraftCacheError: what the first worker that refused to go on raised.
     """
-    context = multiprocessing.get_context("spawn")
-    members: list[_Member] = []
-    try:
-        for name, device in zip(worker_names(devices), devices, strict=True):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=serve, args=(theirs, job, device, name), name=name, daemon=True
-            )
-            process.start()
-            theirs.close()
-            members.append(_Member(name, process, ours))
-        return _Dispatcher(list(members), tasks, prepared, events).run()
-    finally:
-        for member in members:
-            member.connection.close()
-        for member in members:
-            if member.process.is_alive():
-                member.process.terminate()
-            member.process.join()
+    return _Dispatcher(crew, tasks, prepared, events).run()
+
+
+@dataclass(eq=False, slots=True)
+class _Seat:
+    """A member, and what the dispatcher knows of it."""
+
+    member: Member
+    name: str
+    has_joined: bool = False
+    is_ready: bool = False
+    is_preparing: bool = False
+    task: Task | None = None
 
 
 class _Dispatcher:
     def __init__(
-        self,
-        members: list[_Member],
-        tasks: Sequence[Task],
-        prepared: Prepared | None,
-        events: Events,
+        self, crew: Crew, tasks: Sequence[Task], prepared: Prepared | None, events: Events
     ) -> None:
-        self._members = members
+        self._crew = crew
+        self._seats = {member: _Seat(member, f"worker {member.number}") for member in crew.members}
         self._todo = deque(tasks)
         self._attempts = {task.shard_id: 0 for task in tasks}
         self._prepared = prepared
@@ -144,16 +118,15 @@ class _Dispatcher:
 
     def run(self) -> Outcome:
         ticked = time.monotonic()
-        while self._members and (self._todo or any(m.task for m in self._members)):
-            waiting: dict[Any, _Member] = {m.connection: m for m in self._members}
-            for connection in wait(list(waiting), timeout=_TICK_SECONDS):
-                member = waiting[connection]
+        while self._seats and (self._todo or any(seat.task for seat in self._seats.values())):
+            for member in self._crew.wait(list(self._seats), _TICK_SECONDS):
+                seat = self._seats[member]
                 try:
-                    message = member.connection.recv()
-                except (EOFError, ConnectionResetError):
-                    self._bury(member)
+                    message = member.receive()
+                except WorkerDiedError as error:
+                    self._bury(seat, str(error))
                     continue
-                self._hear(member, message)
+                self._hear(seat, message)
             self._hand_out()
             if time.monotonic() - ticked > _TICK_SECONDS:
                 self._events.on_tick()
@@ -161,66 +134,64 @@ class _Dispatcher:
         for task in self._todo:
             reason = f"no worker was left to capture it: {self._last_words}"
             self._missing.setdefault(task.shard_id, reason)
-        for member in self._members:
-            try:
-                member.connection.send(("stop",))
-            except (BrokenPipeError, ConnectionResetError):
-                logger.warning("%s died after its last shard", member.name)
-            member.process.join()
+        for member in self._crew.stop(list(self._seats)):
+            logger.warning("%s died after its last shard", self._seats[member].name)
         return Outcome(self._missing)
 
-    def _hear(self, member: _Member, message: tuple[Any, ...]) -> None:
+    def _hear(self, seat: _Seat, message: Message) -> None:
         match message:
+            case ("started", place):
+                seat.name, seat.has_joined = worker_name(seat.member.number, place), True
+                self._events.on_joined(seat.name)
             case ("ready",):
-                member.is_ready = True
+                seat.is_ready = True
             case ("prepared", prepared):
                 self._prepared = prepared
                 self._events.on_prepared(prepared)
-                member.is_ready, member.is_preparing = True, False
+                seat.is_ready, seat.is_preparing = True, False
             case ("progress", tokens):
-                self._events.on_progress(member.name, tokens)
+                self._events.on_progress(seat.name, tokens)
             case ("committed", record, timing):
-                member.task, member.is_ready = None, True
-                self._events.on_committed(member.name, record, timing)
+                seat.task, seat.is_ready = None, True
+                self._events.on_committed(seat.name, record, timing)
+            case ("log", level, text):
+                logger.log(level, "%s: %s", seat.name, text)
             case ("failed", error):
                 raise error if isinstance(error, DraftCacheError) else CaptureError(str(error))
 
     def _hand_out(self) -> None:
-        for member in list(self._members):  # a dead one leaves the list
-            if not member.is_ready or not self._todo:
+        for seat in list(self._seats.values()):  # a dead one leaves it
+            if not seat.is_ready or not self._todo:
                 continue
             if self._prepared is None:
-                if not any(m.is_preparing for m in self._members):
-                    member.is_ready, member.is_preparing = False, True
-                    self._send(member, ("prepare",))
+                if not any(other.is_preparing for other in self._seats.values()):
+                    seat.is_ready, seat.is_preparing = False, True
+                    self._send(seat, ("prepare",))
                 continue
-            task = member.task = self._todo.popleft()
-            member.is_ready = False
+            task = seat.task = self._todo.popleft()
+            seat.is_ready = False
             self._attempts[task.shard_id] += 1
-            if self._send(member, ("capture", task, self._prepared.calibration)):
-                self._events.on_started(member.name, task.shard_id)
+            if self._send(seat, ("capture", task, self._prepared.calibration)):
+                self._events.on_started(seat.name, task.shard_id)
 
-    def _send(self, member: _Member, request: tuple[Any, ...]) -> bool:
-        """Whether `member` was there to take it; where not, it is buried."""
+    def _send(self, seat: _Seat, request: Request) -> bool:
+        """Whether the member was there to take it; where not, it is buried."""
         try:
-            member.connection.send(request)
-        except (BrokenPipeError, ConnectionResetError):
-            self._bury(member)
+            seat.member.send(request)
+        except WorkerDiedError as error:
+            self._bury(seat, str(error))
             return False
         return True
 
-    def _bury(self, member: _Member) -> None:
+    def _bury(self, seat: _Seat, how: str) -> None:
         """A worker died: its shard goes to the front of the queue, or is given up."""
-        self._members.remove(member)
-        member.process.join()
-        self._last_words = reason = f"{member.name} died with exit code {member.process.exitcode}"
-        logger.error(
-            "%s; %d workers go on. Exit code -9 usually means out of memory.",
-            reason,
-            len(self._members),
-        )
-        self._events.on_died(member.name)
-        if (task := member.task) is None:
+        del self._seats[seat.member]
+        self._crew.bury(seat.member)
+        self._last_words = reason = f"{seat.name} {how}"
+        logger.error("%s; %d workers go on", reason, len(self._seats))
+        if seat.has_joined:
+            self._events.on_died(seat.name, how)
+        if (task := seat.task) is None:
             return
         if self._attempts[task.shard_id] < _MAX_ATTEMPTS:
             self._todo.appendleft(task)

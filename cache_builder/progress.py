@@ -1,16 +1,15 @@
 """How a build is getting on: bars on a terminal, lines elsewhere, and a table at the end."""
 
 import logging
-import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from types import TracebackType
 
 from tqdm import tqdm
 
 from cache_builder.capture import Timing
-from cache_builder.pool import worker_names
+from shared import log
 from shared.manifest import ShardRecord
 
 logger = logging.getLogger(__name__)
@@ -23,7 +22,6 @@ _LINE_SECONDS = 30.0
 class WorkerTotals:
     """What one worker has committed."""
 
-    device: str
     num_shards: int = 0
     num_tokens: int = 0
     stored_bytes: int = 0
@@ -36,36 +34,19 @@ class WorkerTotals:
 class Progress:
     """Listens to the workers. A context manager, for the sake of the bars."""
 
-    def __init__(
-        self, devices: Sequence[str], shard_tokens: Mapping[str, int], *, raw_bytes_per_token: int
-    ) -> None:
-        """Follow `devices` through the shards of `shard_tokens`, tokens by shard id."""
+    def __init__(self, shard_tokens: Mapping[str, int], *, raw_bytes_per_token: int) -> None:
+        """Follow the workers that join through the shards of `shard_tokens`, tokens by shard id."""
         self._shard_tokens = shard_tokens
         self._raw_bytes_per_token = raw_bytes_per_token
         self._planned = sum(shard_tokens.values())
         self._started = self._spoke = time.monotonic()
         self._bar: tqdm[None] | None = None
-        self.workers = {
-            name: WorkerTotals(device)
-            for name, device in zip(worker_names(devices), devices, strict=True)
-        }
+        self.workers: dict[str, WorkerTotals] = {}
 
     def __enter__(self) -> "Progress":
-        if sys.stderr.isatty():
-            for position, (name, worker) in enumerate(self.workers.items()):
-                worker.bar = tqdm(
-                    desc=f"{name}: loads the target",
-                    unit="tok",
-                    unit_scale=True,
-                    position=position,
-                    leave=False,
-                )
+        if log.shows_bars():
             self._bar = tqdm(
-                total=self._planned,
-                desc="capture",
-                unit="tok",
-                unit_scale=True,
-                position=len(self.workers),
+                total=self._planned, desc="capture", unit="tok", unit_scale=True, position=0
             )
         return self
 
@@ -84,10 +65,26 @@ class Progress:
         """Captured so far, committed or not."""
         return sum(worker.num_tokens + worker.open_tokens for worker in self.workers.values())
 
+    def joined(self, name: str) -> None:
+        worker = self.workers[name] = WorkerTotals()
+        logger.info("", extra=log.event("joined", worker=name))
+        if self._bar is not None:
+            worker.bar = tqdm(
+                desc=f"{name}: loads the target",
+                unit="tok",
+                unit_scale=True,
+                position=len(self.workers),
+                leave=False,
+            )
+
     def started(self, name: str, shard_id: str) -> None:
+        tokens = self._shard_tokens[shard_id]
+        logger.info(
+            "", extra=log.event("started", worker=name, shard=shard_id, planned_tokens=tokens)
+        )
         bar = self.workers[name].bar
         if bar is not None:
-            bar.reset(self._shard_tokens[shard_id])
+            bar.reset(tokens)
             bar.set_description(f"{name}: shard {shard_id}")
 
     def advanced(self, name: str, tokens: int) -> None:
@@ -115,12 +112,25 @@ class Progress:
             per_token,
             per_token / self._raw_bytes_per_token,
             record.num_tokens / timing.total,
+            extra=log.event(
+                "committed",
+                worker=name,
+                shard=record.shard_id,
+                samples=record.num_samples,
+                tokens=record.num_tokens,
+                quarantined=len(record.quarantined),
+                bytes_per_token=per_token,
+                stored_over_raw=per_token / self._raw_bytes_per_token,
+                tokens_per_second=record.num_tokens / timing.total,
+                seconds=asdict(timing),
+            ),
         )
         if self._bar is not None:
             self._bar.set_postfix_str(f"{self._bytes_per_token():,.0f} bytes/token")
 
-    def died(self, name: str) -> None:
+    def died(self, name: str, how: str) -> None:
         """What the worker had told of its shard has to be captured by another."""
+        logger.info("", extra=log.event("died", worker=name, reason=how))
         worker = self.workers[name]
         if self._bar is not None:
             self._bar.update(-worker.open_tokens)
@@ -133,30 +143,68 @@ class Progress:
         now = time.monotonic()
         if self._bar is None and now - self._spoke >= _LINE_SECONDS:
             self._spoke = now
-            logger.info("%s", self.line(now - self._started))
+            seconds = now - self._started
+            extra = log.event("progress", **self.state(seconds))
+            logger.info("%s", self.line(seconds), extra=extra)
 
-    def line(self, seconds: float) -> str:
-        """The state after `seconds` of capture."""
+    def state(self, seconds: float) -> dict[str, float | int | None]:
+        """Where the capture is after `seconds`: tokens, rates, what is left."""
         done = self.num_tokens
         rate = done / seconds if seconds else 0.0
-        left = f"{(self._planned - done) / rate / 60:,.1f} minutes left" if rate else "no rate yet"
+        return {
+            "tokens": done,
+            "planned_tokens": self._planned,
+            "shards": sum(worker.num_shards for worker in self.workers.values()),
+            "planned_shards": len(self._shard_tokens),
+            "tokens_per_second": rate,
+            "bytes_per_token": self._bytes_per_token(),
+            "seconds": seconds,
+            "eta_seconds": (self._planned - done) / rate if rate else None,
+        }
+
+    def line(self, seconds: float) -> str:
+        """`state` in words."""
+        state = self.state(seconds)
+        eta = state["eta_seconds"]
+        left = "no rate yet" if eta is None else f"{eta / 60:,.1f} minutes left"
         return (
-            f"captured {done:,} of {self._planned:,} tokens "
-            f"({100 * done / max(self._planned, 1):.1f} %), {rate:,.0f} tokens/s, "
-            f"{self._bytes_per_token():,.0f} bytes/token, {left}"
+            f"captured {self.num_tokens:,} of {self._planned:,} tokens "
+            f"({100 * self.num_tokens / max(self._planned, 1):.1f} %), "
+            f"{state['tokens_per_second']:,.0f} tokens/s, "
+            f"{state['bytes_per_token']:,.0f} bytes/token, {left}"
         )
 
+    def log_report(self) -> None:
+        """Write the table into the log."""
+        for line in self.report():
+            logger.info("%s", line)
+        workers = {
+            name: {
+                "shards": worker.num_shards,
+                "tokens": worker.num_tokens,
+                "bytes": worker.stored_bytes,
+                "seconds": asdict(worker.timing),
+            }
+            for name, worker in self.workers.items()
+        }
+        state = self.state(time.monotonic() - self._started)
+        logger.info("", extra=log.event("report", **state, workers=workers))
+
     def report(self) -> list[str]:
-        """Lines of a table: per worker its throughput and where its time went; then the sum."""
+        """Lines of a table: per worker its throughput and where its time went; then the sum.
+
+        Tokens and times are those of committed shards.
+        """
+        width = max([20, *map(len, self.workers)])
         lines = [
-            f"{'worker':<20} {'shards':>6} {'tokens':>12} {'tokens/s':>9} {'forward':>8} "
+            f"{'worker':<{width}} {'shards':>6} {'tokens':>12} {'tokens/s':>9} {'forward':>8} "
             f"{'waiting':>8} {'pack':>6} {'encode+write':>13}"
         ]
         total = Timing()
         for name, worker in self.workers.items():
             total.add(worker.timing)
             lines.append(
-                f"{name:<20} {worker.num_shards:>6} {worker.num_tokens:>12,} "
+                f"{name:<{width}} {worker.num_shards:>6} {worker.num_tokens:>12,} "
                 f"{worker.num_tokens / (worker.timing.total or 1.0):>9,.0f} "
                 + _shares(worker.timing)
             )

@@ -75,15 +75,20 @@ def _copy(storage: Storage, place: Path) -> None:
         if not description.is_file() or stored.get(directory.name) != description.read_bytes():
             remove_tree(directory)
     for name in stored:
-        if (place / name).is_dir():
-            continue
-        wip = place / f"{name}.wip"
-        remove_tree(wip)
-        with writing(wip):
-            wip.mkdir(parents=True)
-            for file, size in storage.sizes(f"{PLANS}/{name}").items():
-                with (wip / file).open("wb") as copy:
-                    for start in range(0, size, _COPY_BYTES):
-                        part = min(_COPY_BYTES, size - start)
-                        copy.write(storage.read_range(f"{PLANS}/{name}/{file}", start, part))
-            commit_directory(wip, place / name)
+        if not (place / name).is_dir():
+            fetch_plan(storage, name, place)
+
+
+def fetch_plan(storage: Storage, plan_id: str, place: Path) -> Path:
+    """Copy a plan of the bucket into `place`; returns its directory there."""
+    wip = place / f"{plan_id}.wip"
+    remove_tree(wip)
+    with writing(wip):
+        wip.mkdir(parents=True)
+        for file, size in storage.sizes(f"{PLANS}/{plan_id}").items():
+            with (wip / file).open("wb") as copy:
+                for start in range(0, size, _COPY_BYTES):
+                    part = min(_COPY_BYTES, size - start)
+                    copy.write(storage.read_range(f"{PLANS}/{plan_id}/{file}", start, part))
+        commit_directory(wip, place / plan_id)
+    return place / plan_id

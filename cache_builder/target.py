@@ -25,6 +25,7 @@ from cache_builder.target_config import (
     one_line,
     read_target_json,
 )
+from shared import log
 from shared.errors import TargetError
 from shared.files import canonical_json, sha256_bytes, sha256_file
 from shared.head import Head
@@ -45,6 +46,9 @@ _LAST = -1
 
 _READOUT_TOKENS = 64
 """Of one sample, on which the head must give the target's own logits."""
+
+_WEIGHTS_SHARE = 0.9
+"""Of a device's free memory, at most, where a target is spread over several: states need some."""
 
 FileStamps = dict[str, tuple[int, int, int]]
 """By name: size in bytes, time of the last change in nanoseconds, and inode."""
@@ -128,14 +132,15 @@ def describe_target(path: Path, config: TargetConfig) -> TargetSpec:
     )
 
 
-def load_model(path: Path, config: TargetConfig) -> Any:
-    """The whole model in `path`, on the CPU, frozen.
+def load_model(path: Path, config: TargetConfig, devices: Sequence[str] = ()) -> Any:
+    """The whole model in `path`, frozen: on the CPU, or block by block over several `devices`.
 
     Raises:
-        TargetError: transformers cannot load it.
+        TargetError: transformers cannot load it, or the devices do not hold it.
     """
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.utils.logging import disable_progress_bar
 
     arguments = {
         "dtype": getattr(torch, config.dtype),
@@ -143,7 +148,10 @@ def load_model(path: Path, config: TargetConfig) -> Any:
         "trust_remote_code": False,
         "use_safetensors": True,  # what was hashed, and never a pickle beside it
         "output_loading_info": True,
+        **(_spread(devices) if devices else {}),
     }
+    if not log.shows_bars():
+        disable_progress_bar()
     try:
         try:
             model, loaded = AutoModelForCausalLM.from_pretrained(path, **arguments)
@@ -163,20 +171,40 @@ def load_model(path: Path, config: TargetConfig) -> Any:
             f"{path}: its weights lack {count(len(missing), 'tensor')} of {type(model).__name__} "
             f"({', '.join(missing[:3])}), which would be random. Fetch the whole model."
         )
+    kinds = {torch.device(name).type for name in devices}
+    elsewhere = sum(weight.device.type not in kinds for weight in model.parameters())
+    if devices and elsewhere:  # accelerate lets the CPU or the disk hold the rest
+        raise TargetError(
+            f"{path}: {', '.join(devices)} do not hold it: {elsewhere} of its weights would lie "
+            "elsewhere. Raise workers.devices_per_worker."
+        )
     return model.eval().requires_grad_(False)
 
 
+def _spread(devices: Sequence[str]) -> dict[str, Any]:
+    """Arguments by which transformers and accelerate put as many blocks on each device."""
+    free = {torch.device(name).index or 0: torch.cuda.mem_get_info(name)[0] for name in devices}
+    return {
+        "device_map": "balanced",
+        "max_memory": {index: int(_WEIGHTS_SHARE * size) for index, size in free.items()},
+    }
+
+
 class Target:
-    """A loaded target with taps on some of its blocks, and on its final norm if it is asked."""
+    """A loaded target with taps on some of its blocks, and on its final norm if it is asked.
+
+    It may lie on several devices, under accelerate's hooks. Token ids go to that of the embedding,
+    and the states of all taps come to `device`.
+    """
 
     def __init__(
         self,
         model: nn.Module,
         layer_ids: Sequence[int],
-        device: torch.device,
+        device: torch.device | None = None,
         last_hidden: LastHidden = "none",
     ) -> None:
-        self.device = device
+        """Tap `model`; its states come to `device`, or where the last tap is."""
         self._model: Any = model
         self._decoder = Decoder.find(model)
         self._last_hidden = last_hidden
@@ -192,6 +220,9 @@ class Target:
         if last_hidden != "none":
             # A model may call its norm elsewhere too (nanochat: on the embedding). The last counts.
             self._decoder.final_norm.register_forward_hook(self._keep_last)
+        last = self._decoder.layers[-1 if last_hidden != "none" else max(layer_ids)]
+        self.device = device or next(last.parameters()).device
+        self._ids_device = next(self._decoder.embedding.parameters()).device
 
     @classmethod
     def load(
@@ -200,15 +231,18 @@ class Target:
         config: TargetConfig,
         layer_ids: Sequence[int],
         last_hidden: LastHidden,
-        device: str,
+        *devices: str,
     ) -> "Target":
-        """Load the target from `path` onto `device`.
+        """Load the target from `path` onto a device, or spread over several GPUs.
 
         Raises:
-            TargetError: transformers cannot load it, or a tap is out of range.
+            TargetError: transformers cannot load it, the devices do not hold it, or a tap is out of
+                range.
         """
-        model = load_model(path, config)
-        return cls(model.to(device), layer_ids, torch.device(device), last_hidden)
+        if len(devices) == 1:
+            device = torch.device(devices[0])
+            return cls(load_model(path, config).to(device), layer_ids, device, last_hidden)
+        return cls(load_model(path, config, devices), layer_ids, None, last_hidden)
 
     def head(self, text: npt.NDArray[np.int32]) -> Head:
         """Embedding, LM head and final norm, as bfloat16 on the CPU.
@@ -225,7 +259,7 @@ class Target:
         head = read_head(self._decoder, type(self._model).__name__, config)
         if self._last_hidden == "none":
             return head
-        ids = torch.from_numpy(text[:_READOUT_TOKENS]).long()[None].to(self.device)
+        ids = torch.from_numpy(text[:_READOUT_TOKENS]).long()[None].to(self._ids_device)
         with torch.inference_mode():
             logits_NV = self._model(input_ids=ids, use_cache=False).logits[0]
             state_ND = self._states[_LAST][0].to("cpu", torch.bfloat16)
@@ -251,9 +285,9 @@ class Target:
             batch[row, : len(ids)] = torch.from_numpy(ids)
         self._states.clear()
         with contextlib.suppress(_LastTapReached):
-            self._decoder.module(input_ids=batch.to(self.device), use_cache=False)
+            self._decoder.module(input_ids=batch.to(self._ids_device), use_cache=False)
         layers = (*self._layer_ids, *[_LAST] * (self._last_hidden != "none"))
-        states = [self._states.pop(layer) for layer in layers]
+        states = [self._states.pop(layer).to(self.device) for layer in layers]
         expected = [*batch.shape, self._model.config.get_text_config().hidden_size]
         for layer, state in zip(layers, states, strict=True):
             if list(state.shape) != expected:

@@ -1,37 +1,27 @@
-"""One device: load the target once, then capture the shards it is given."""
+"""One worker: load the target once, then capture the shards it is given."""
 
-import os
-import signal
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from cache_builder.capture import ShardCapture, Timing
 from cache_builder.config import Forward, TargetConfig
-from cache_builder.lock import worker_lock
+from cache_builder.crew import Message, Request
+from cache_builder.devices import Devices
 from cache_builder.plan import Plan
 from cache_builder.target import FileStamps, Target, require_unchanged
-from shared import log
 from shared.cache import HEAD, calibration_key, calibration_to_bytes, read_calibration
-from shared.errors import DraftCacheError
 from shared.files import sha256_bytes
 from shared.location import Location
 from shared.manifest import ShardRecord
-from shared.memory import keep_freed_memory
 from shared.spec import CaptureSpec
 from shared.storage import open_storage
 
 _CALIBRATION_TOKENS = 8192
 """500 tokens of one domain move the ratio by under 1 %; this covers a few domains."""
-
-_PARENT_POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +56,23 @@ class Prepared:
 
 
 class Worker:
-    """A loaded target on one device."""
+    """A loaded target on one device, or spread over several."""
 
-    def __init__(self, job: Job, device: str) -> None:
+    def __init__(self, job: Job, devices: Devices) -> None:
         self._job = job
         self._plan = Plan(job.plan)
         spec = job.spec
         self._target = Target.load(
-            job.target_path, job.target, spec.target_layer_ids, spec.last_hidden, device
+            job.target_path, job.target, spec.target_layer_ids, spec.last_hidden, *devices
         )
         require_unchanged(job.target_path, job.target_stamps)
+
+    def answer(self, request: Request, progress: Callable[[int], None]) -> Message:
+        """Do what a request of `crew` asks for; `progress` is told tokens meanwhile."""
+        if request[0] == "prepare":
+            return ("prepared", self.prepare())
+        _, task, calibration = request
+        return ("committed", *self.capture(task, calibration, progress))
 
     def prepare(self) -> Prepared:
         """Write the frozen head, and learn the channels if the codec needs them."""
@@ -125,42 +122,3 @@ class Worker:
             yield
         finally:
             torch.set_num_threads(before)
-
-
-def serve(connection: Connection, job: Job, device: str, name: str) -> None:
-    """Main function of a worker process: answer requests until told to stop.
-
-    Requests: `("prepare",)`, `("capture", Task, calibration)`, `("stop",)`.
-    Replies: `("ready",)`, `("prepared", Prepared)`, `("progress", tokens)`,
-    `("committed", ShardRecord, Timing)`, `("failed", error)`.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
-    threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
-    log.configure(prefix=f"{name}: ")
-    keep_freed_memory()
-    with worker_lock(job.cache):
-        try:
-            worker = Worker(job, device)
-            connection.send(("ready",))
-            while (request := connection.recv())[0] != "stop":
-                connection.send(_answer(worker, request, connection))
-        except DraftCacheError as error:
-            connection.send(("failed", error))
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            return  # the parent is gone
-
-
-def _answer(worker: Worker, request: tuple[Any, ...], connection: Connection) -> tuple[Any, ...]:
-    if request[0] == "prepare":
-        return ("prepared", worker.prepare())
-    _, task, calibration = request
-    record, timing = worker.capture(
-        task, calibration, lambda tokens: connection.send(("progress", tokens))
-    )
-    return ("committed", record, timing)
-
-
-def _exit_with_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_PARENT_POLL_SECONDS)
-    os._exit(1)

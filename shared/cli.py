@@ -87,10 +87,16 @@ def run(group: click.Group) -> None:
         cause = stop.__cause__ if isinstance(stop, click.Abort) else stop  # click wraps it
         words = [str(cause)] if cause is not None and str(cause) else []
         is_term = isinstance(cause, _TerminatedError)
-        logger.error("%s", ": ".join(["terminated" if is_term else "interrupted", *words]))
+        word = "terminated" if is_term else "interrupted"
+        logger.error("%s", ": ".join([word, *words]), extra=log.event(word))
         sys.exit(143 if is_term else 130)
     except DraftCacheError as error:
-        click.echo(f"Error: {' '.join(str(error).split())}", err=True)
+        line = " ".join(str(error).split())
+        if log.is_json():
+            extra = log.event("error", kind=type(error).__name__)
+            logger.error("%s", line, extra=extra)
+        else:
+            click.echo(f"Error: {line}", err=True)
         sys.exit(1)
     finally:
         signal.signal(signal.SIGTERM, before)

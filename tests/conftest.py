@@ -3,7 +3,12 @@
 import json
 import os
 import signal
-from collections.abc import Callable, Iterable
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +129,27 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="module")
+def s3_server() -> Iterator[str]:
+    """The address of an S3 server of its own with the bucket `caches`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(command, stdout=quiet, stderr=quiet) as process:
+        address = f"http://127.0.0.1:{port}"
+        for _ in range(600):
+            try:
+                request = urllib.request.Request(f"{address}/caches", method="PUT")
+                urllib.request.urlopen(request).close()
+                break
+            except OSError:
+                time.sleep(0.1)
+        yield address
+        process.kill()
 
 
 def conversations(numbers: Iterable[int], source: str = "made") -> list[dict[str, Any]]:

@@ -260,10 +260,49 @@ def test_an_interrupted_build_says_what_is_committed_and_goes_on(
     assert re.search(r"2 of [0-9]+ shards of the newest plan are committed \([0-9,]+ of", last)
     assert "The same command goes on from there." in last
     assert "Traceback" not in err
+    assert re.search(r"worker 0 \(cpu\) +2 +[0-9,]+ ", err)  # the report: how fast it was
     code, out, err = invoke(*command)
     assert code == 0
     assert len(committed_shards(tmp_path / "cache")) > 2
     assert "48 (0 quarantined)" in out
+
+
+def test_a_json_log_is_one_object_a_line_whoever_writes_it(
+    build_config: Callable[..., Path], tmp_path: Path
+) -> None:
+    """In a process of its own: workers, libraries, warnings and Python itself write there too."""
+
+    def run(*arguments: str) -> tuple[int, str, list[dict[str, Any]]]:
+        command = [sys.executable, "-m", "cache_builder", *arguments]
+        ended = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=300)
+        return ended.returncode, ended.stdout, [json.loads(x) for x in ended.stderr.splitlines()]
+
+    options = ["--config", str(build_config()), "--json-log", "--set", "cache.min_free_gb=0"]
+    options += ["--set", "plan.shard_mib=0.25"]
+    code, out, lines = run("build", *options, "--workers", "2")
+    assert code == 0
+    assert "48 (0 quarantined)" in out
+    assert all({"time", "level", "logger", "event"} <= line.keys() for line in lines)
+    by_event: dict[str, list[dict[str, Any]]] = {}
+    for line in lines:
+        by_event.setdefault(line["event"], []).append(line)
+    workers = {"worker 0 (cpu)", "worker 1 (cpu)"}
+    assert {line["worker"] for line in by_event["joined"]} <= workers
+    begun, committed = by_event["started"], by_event["committed"]
+    assert {line["shard"] for line in begun} == {line["shard"] for line in committed}
+    assert {line["worker"] for line in committed} <= workers
+    assert all(line["tokens_per_second"] > 0 < line["seconds"]["total"] for line in committed)
+    (report,) = by_event["report"]
+    assert report["tokens"] == report["planned_tokens"] == sum(x["tokens"] for x in committed)
+    assert report["planned_tokens"] == sum(x["planned_tokens"] for x in begun)
+    assert report["eta_seconds"] == 0
+    assert 0 < report["bytes_per_token"] < 256
+    assert sum(totals["shards"] for totals in report["workers"].values()) == len(committed)
+
+    code, out, lines = run("build", *options, "--set", "data.max_length=1000")
+    assert (code, out) == (1, "")
+    assert (lines[-1]["event"], lines[-1]["kind"]) == ("error", "ConfigError")
+    assert "data.max_length" in lines[-1]["message"]
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,9 @@ import os
 import random
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
-import urllib.request
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -60,32 +58,11 @@ import obstore
 MakeBuild = Callable[..., BuildConfig]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    """The address of a server with the bucket `caches`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    quiet = subprocess.DEVNULL
-    with subprocess.Popen(command, stdout=quiet, stderr=quiet) as process:
-        address = f"http://127.0.0.1:{port}"
-        for _ in range(600):
-            try:
-                request = urllib.request.Request(f"{address}/caches", method="PUT")
-                urllib.request.urlopen(request).close()
-                break
-            except OSError:
-                time.sleep(0.1)
-        yield address
-        process.kill()
-
-
 @pytest.fixture(autouse=True)
-def environment(server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def environment(s3_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", server)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-to-be-shown")
     monkeypatch.setenv("AWS_REGION", "us-east-1")
@@ -164,11 +141,13 @@ def test_large_objects_go_in_parts(url: S3Url, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def stored(tiny_build: MakeBuild, server: str, tmp_path_factory: pytest.TempPathFactory) -> S3Url:
+def stored(
+    tiny_build: MakeBuild, s3_server: str, tmp_path_factory: pytest.TempPathFactory
+) -> S3Url:
     """The tiny cache in a bucket. Read it only."""
     url = S3Url("caches", "stored/tiny", scratch=tmp_path_factory.mktemp("scratch"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", server)
+        patch.setenv("AWS_ENDPOINT_URL", s3_server)
         patch.setenv("AWS_ACCESS_KEY_ID", "test")
         patch.setenv("AWS_SECRET_ACCESS_KEY", "not-to-be-shown")
         patch.setenv("AWS_REGION", "us-east-1")
@@ -400,9 +379,9 @@ def test_a_builder_that_lost_its_lock_commits_nothing(
 
     original = capture.commit_shard
 
-    def commit_late(cache: Location, record: Any) -> None:
+    def commit_late(cache: Location, *rest: Any) -> None:
         open_storage(cache).put("builder.lock", b'{"owner": "another", "holder": "another"}')
-        original(cache, record)
+        original(cache, *rest)
 
     monkeypatch.setattr(capture, "commit_shard", commit_late)
     with pytest.raises(CacheLockedError, match="another builder took over"):
@@ -457,11 +436,11 @@ def test_prune_and_merge_in_buckets(
 
 
 def test_faults_of_the_place_are_one_line(
-    server: str, stored: S3Url, monkeypatch: pytest.MonkeyPatch
+    s3_server: str, stored: S3Url, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(CacheNotFoundError, match="s3://caches/nothing: no cache here"):
         Cache(S3Url("caches", "nothing"))
-    with pytest.raises(StorageError, match=f"no bucket 'elsewhere' at {server}"):
+    with pytest.raises(StorageError, match=f"no bucket 'elsewhere' at {s3_server}"):
         Cache(S3Url("elsewhere", "tiny"))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -48,7 +48,7 @@ def train_command(path: Path, overrides: tuple[str, ...], resume: bool) -> None:
     with join(pick_device(settings.train.device).type) as ranks:
         if ranks.size > 1:
             level = logging.INFO if ranks.is_main else logging.WARNING
-            log.configure(level, prefix=f"rank {ranks.rank}: ")
+            log.configure(level, worker=f"rank {ranks.rank}")
         if not resume and ranks.is_main:
             Session.open(settings)  # what cannot start must not cost the run that is there
             Run(settings.run.path).start_afresh()

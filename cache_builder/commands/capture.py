@@ -1,12 +1,12 @@
 """Commands that run the target to fill a cache."""
 
-from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import click
 
-from cache_builder.config import MAX_WORKERS, BuildConfig
-from shared import cli, config
+from cache_builder.config import MAX_WORKERS, BuildConfig, Launcher
+from shared import cli, config, log
 
 _workers_option = click.option(
     "--workers",
@@ -14,18 +14,45 @@ _workers_option = click.option(
     help="Processes, each with the target in its memory. Default: one per GPU; without a GPU, as "
     "many as cores (by workers.threads) and memory hold. Any number gives the same cache.",
 )
+_launcher_option = click.option(
+    "--launcher",
+    type=click.Choice(get_args(Launcher)),
+    help="Where workers run: processes of this machine, or actors on the nodes of a Ray cluster "
+    "that is running. Default: local.",
+)
+
+
+def _json_log(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        log.configure(as_json=True)
+
+
+_json_log_option = click.option(
+    "--json-log",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_json_log,
+    help="Log one JSON object a line to stderr, for programs, instead of lines and bars.",
+)
 
 
 @click.command()
 @cli.config_options
 @_workers_option
+@_launcher_option
+@_json_log_option
 @click.option(
     "--retry-quarantined",
     is_flag=True,
     help="Capture again the samples whose states could not be used before.",
 )
 def build(
-    path: Path, overrides: tuple[str, ...], workers: int | None, retry_quarantined: bool
+    path: Path,
+    overrides: tuple[str, ...],
+    workers: int | None,
+    launcher: Launcher | None,
+    retry_quarantined: bool,
 ) -> None:
     """Build a cache; or resume it, or add what is new in the data.
 
@@ -35,7 +62,7 @@ def build(
     from cache_builder.build import build as build_cache
     from cache_builder.inspect import inspect_cache, rows
 
-    settings = _load(path, overrides, workers)
+    settings = _load(path, overrides, workers, launcher)
     build_cache(settings, retry_quarantined=retry_quarantined)
     cli.print_table(rows(inspect_cache(settings.cache.path)))
 
@@ -43,6 +70,7 @@ def build(
 @click.command()
 @cli.config_options
 @cli.json_option
+@_json_log_option
 def estimate(path: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     """What a build will cost: bytes per token, total, free space, hours.
 
@@ -72,7 +100,15 @@ def estimate(path: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     "import, again afterwards.",
 )
 @_workers_option
-def repair(path: Path, overrides: tuple[str, ...], drop_lost: bool, workers: int | None) -> None:
+@_launcher_option
+@_json_log_option
+def repair(
+    path: Path,
+    overrides: tuple[str, ...],
+    drop_lost: bool,
+    workers: int | None,
+    launcher: Launcher | None,
+) -> None:
     """Make a damaged cache whole, and change nothing else.
 
     Index and manifest are made again from what is in the cache. Damaged and missing shards are
@@ -80,12 +116,13 @@ def repair(path: Path, overrides: tuple[str, ...], drop_lost: bool, workers: int
     """
     from cache_builder.repair import repair as repair_cache
 
-    repaired = repair_cache(_load(path, overrides, workers), drop_lost=drop_lost)
+    repaired = repair_cache(_load(path, overrides, workers, launcher), drop_lost=drop_lost)
     click.echo(f"{len(repaired)} shards captured anew" + "".join(f"\n  {i}" for i in repaired))
 
 
-def _load(path: Path, overrides: tuple[str, ...], workers: int | None) -> BuildConfig:
-    settings = config.load(BuildConfig, path, overrides)
-    if workers is None:
-        return settings
-    return replace(settings, workers=replace(settings.workers, num_workers=workers))
+def _load(
+    path: Path, overrides: tuple[str, ...], workers: int | None, launcher: Launcher | None
+) -> BuildConfig:
+    given = [f"workers.num_workers={workers}"] * (workers is not None)
+    given += [f"workers.launcher={launcher}"] * (launcher is not None)
+    return config.load(BuildConfig, path, (*overrides, *given))

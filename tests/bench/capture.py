@@ -53,7 +53,7 @@ def measure_capture(
 ) -> list[CaptureRow]:
     """Every worker captures all samples in every way, the workers at the same time."""
     job, task = _make_job(directory, num_rows)
-    prepared = Worker(job, "cpu").prepare()
+    prepared = Worker(job, ("cpu",)).prepare()
     context = multiprocessing.get_context("spawn")
     rows = []
     for count in workers:
@@ -118,7 +118,7 @@ def _run(
     if number:  # of its own: two workers would commit one shard
         shutil.copytree(job.cache, scratch / "cache")  # type: ignore[arg-type]
         job = Job(scratch / "cache", *_after_cache(job))
-    worker = Worker(job, "cpu")
+    worker = Worker(job, ("cpu",))
     positions = worker._plan.shard_positions(task.shard_id)
     samples = [worker._plan.sample(int(position)) for position in positions]
     arrival = [samples[i] for i in np.random.default_rng(1).permutation(len(samples))]

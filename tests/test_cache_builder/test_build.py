@@ -18,7 +18,8 @@ from cache_builder.build import build
 from cache_builder.commit import committed_shards
 from cache_builder.config import BuildConfig, Forward, TargetConfig
 from cache_builder.lock import builder_lock
-from cache_builder.pool import Events, run_processes
+from cache_builder.pool import Events
+from cache_builder.processes import run_processes
 from cache_builder.progress import Progress
 from cache_builder.target import Target
 from cache_builder.worker import Job, Task
@@ -253,7 +254,7 @@ def test_a_target_that_cannot_be_loaded_is_said_by_the_worker(
     events = Events(on_prepared=lambda prepared: None)
     tasks = [Task("0001-00000", Forward(1, 1))]
     with pytest.raises(TargetError):
-        run_processes(job, ["cpu", "cpu"], tasks, None, events)
+        run_processes(job, [("cpu",), ("cpu",)], tasks, None, events)
 
 
 def test_a_second_builder_is_refused(tiny_build: MakeBuild, tmp_path: Path) -> None:

@@ -119,12 +119,20 @@ def test_any_value_is_used_or_refused(key: str, value: Any) -> None:
         ("data.max_length", 2**31, "data: max_length must be in [2, 2**31)"),
         ("data.sources", [""], "data: sources must be a path of 1 to 4095"),
         ("target.path", "", "target: path must be a path of 1 to"),
+        ("workers.devices_per_worker", 0, "workers: devices_per_worker must be in [1, 64]"),
     ],
 )
 def test_a_refusal_names_the_setting_and_its_range(key: str, value: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build(BuildConfig, changed(key, value))
     assert str(caught.value).startswith(message)
+
+
+def test_ray_gives_out_devices_itself() -> None:
+    tree = changed("workers.devices", ["cuda:0"])
+    tree["workers"]["launcher"] = "ray"
+    with pytest.raises(ConfigError, match='devices must be "auto" or "cpu" with launcher "ray"'):
+        build(BuildConfig, tree)
 
 
 def test_a_device_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,5 +143,5 @@ def test_a_device_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ConfigError, match=r"workers\.devices: cuda:2 is not there; torch sees 2"):
         require_devices(config.workers)
     config = build(BuildConfig, changed("workers.devices", ["cuda:1"]))
-    assert require_devices(config.workers) == ["cuda:1"]
+    assert require_devices(config.workers) == [("cuda:1",)]
     assert Path("cache") == config.cache.path

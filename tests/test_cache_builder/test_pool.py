@@ -26,13 +26,14 @@ from cache_builder.config import (
     TargetConfig,
     WorkersConfig,
 )
-from cache_builder.pool import Events, _Dispatcher, _Member
+from cache_builder.pool import Events, run_crew
+from cache_builder.processes import ProcessCrew, ProcessMember
 from cache_builder.progress import Progress
 from cache_builder.repair import repair
 from cache_builder.target import Target
 from cache_builder.worker import Prepared, Task
 from shared.cache import Cache
-from shared.errors import CaptureError
+from shared.errors import CaptureError, ConfigError
 from shared.shard import GROUP, STATES_OBJECT
 from tests.conftest import write_jsonl
 
@@ -247,45 +248,50 @@ def test_when_every_worker_is_killed_the_missing_shards_are_named(
 
 
 def _dies_when_ready(connection: Connection) -> None:
+    connection.send(("started", "here"))
     connection.send(("ready",))
     os._exit(1)
 
 
 def _works(connection: Connection) -> None:
+    connection.send(("started", "here"))
     connection.send(("ready",))
     while connection.recv()[0] != "stop":
         connection.send(("committed", None, None))
 
 
-def _member(name: str, serve: Callable[[Connection], None]) -> _Member:
+def _member(number: int, serve: Callable[[Connection], None]) -> ProcessMember:
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs,), name=name, daemon=True)
+    process = context.Process(target=serve, args=(theirs,), daemon=True)
     process.start()
     theirs.close()
-    return _Member(name, process, ours)
+    return ProcessMember(number, process, ours)
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # the children touch no lock
 @pytest.mark.parametrize("has_other", [True, False])
 def test_a_worker_that_dies_when_it_is_ready_costs_nothing(has_other: bool) -> None:
     """It is gone when the first shard is sent to it: a broken pipe, not a message."""
-    dead = _member("dead", _dies_when_ready)
-    dead.process.join()
-    members = [dead, *([_member("alive", _works)] if has_other else [])]
+    crew = ProcessCrew()
+    crew.members.append(_member(0, _dies_when_ready))
+    crew.members[0].process.join()
+    if has_other:
+        crew.members.append(_member(1, _works))
     done: list[str] = []
     events = Events(
         on_prepared=lambda prepared: None,
         on_committed=lambda name, record, timing: done.append(name),
     )
     tasks = [Task(f"0001-0000{i}", Forward(1, 1)) for i in range(2)]
-    outcome = _Dispatcher(members, tasks, Prepared("0" * 64, None), events).run()
+    with crew:
+        outcome = run_crew(crew, tasks, Prepared("0" * 64, None), events)
     if has_other:
-        assert done == ["alive", "alive"]
+        assert done == ["worker 1 (here)"] * 2
         assert outcome.missing == {}
     else:
         assert outcome.missing.keys() == {"0001-00000", "0001-00001"}
-        assert "dead died with exit code 1" in outcome.missing["0001-00000"]
+        assert "worker 0 (here) died with exit code 1" in outcome.missing["0001-00000"]
 
 
 @pytest.mark.parametrize(
@@ -300,6 +306,7 @@ def test_a_worker_that_dies_when_it_is_ready_costs_nothing(has_other: bool) -> N
         pytest.param(WorkersConfig(devices="cpu", num_workers=5), 0, 99, 5, id="as-asked"),
         pytest.param(WorkersConfig(devices=("cuda:0", "cuda:1")), 0, 99, 2, id="a-gpu-each"),
         pytest.param(WorkersConfig(devices=("cpu",)), 100, 99, 1, id="as-listed"),
+        pytest.param(WorkersConfig(devices_per_worker=2), 0, 99, 1, id="two-gpus-each"),
     ],
 )
 def test_the_number_of_workers(
@@ -318,12 +325,39 @@ def test_the_number_of_workers(
     assert len(picked) == expected
 
 
+def test_gpus_are_shared_out_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
+
+    def groups(size: int, **changes: Any) -> Any:
+        return devices.require_devices(WorkersConfig(devices_per_worker=size, **changes))
+
+    assert groups(1)[:2] == [("cuda:0",), ("cuda:1",)]
+    assert groups(3) == [("cuda:0", "cuda:1", "cuda:2"), ("cuda:3", "cuda:4", "cuda:5")]
+    assert groups(2, devices=("cuda:5", "cuda:1")) == [("cuda:5", "cuda:1")]
+    with pytest.raises(ConfigError, match=r"= 4 does not divide the 6 devices"):
+        groups(4)
+    with pytest.raises(ConfigError, match=r"= 8 does not divide the 6 devices"):
+        groups(8)
+    with pytest.raises(ConfigError, match="expected different GPUs, found cuda:0, cuda:0"):
+        groups(2, devices=("cuda:0", "cuda:0"))
+    with pytest.raises(ConfigError, match="expected different GPUs, found cpu"):
+        groups(2, devices="cpu")
+    config = WorkersConfig(devices_per_worker=3, num_workers=3)
+    picked = devices.pick_devices(config, num_shards=9, target_path=Path())
+    assert [devices.describe_devices(own) for own in picked] == [
+        "cuda:0+cuda:1+cuda:2",
+        "cuda:3+cuda:4+cuda:5",
+        "cuda:0+cuda:1+cuda:2",
+    ]
+
+
 def test_the_report_shows_every_worker_and_its_time(
     make: MakeBuild, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     report = build(make(tmp_path / "cache"))
-    lines = [record.getMessage() for record in caplog.records if "jobs" in record.name]
+    lines = [record.getMessage() for record in caplog.records if "progress" in record.name]
+    lines = [line for line in lines if line]  # the others are for programs
     (row,) = [line for line in lines if line.startswith("worker 0 (cpu)") and ": " not in line]
     name, shards, tokens = row[:20].strip(), *row[20:].split()[:2]
     assert name == "worker 0 (cpu)"
@@ -338,15 +372,17 @@ def test_progress_without_a_terminal_is_a_line_now_and_then(
     from cache_builder import progress as module
 
     caplog.set_level("INFO")
-    with Progress(["cpu", "cpu"], {"a": 600, "b": 400}, raw_bytes_per_token=1) as progress:
+    with Progress({"a": 600, "b": 400}, raw_bytes_per_token=1) as progress:
+        progress.joined("worker 0 (cpu)")
+        progress.joined("worker 1 (cpu)")
         progress.started("worker 0 (cpu)", "a")
         progress.advanced("worker 0 (cpu)", 300)
         progress.advanced("worker 1 (cpu)", 100)
         progress.tick()
-        assert not caplog.records
+        assert not [record for record in caplog.records if record.getMessage()]
         assert "captured 400 of 1,000 tokens (40.0 %), 40 tokens/s" in progress.line(10.0)
         assert "0.2 minutes left" in progress.line(10.0)
-        progress.died("worker 0 (cpu)")
+        progress.died("worker 0 (cpu)", "died with exit code -9")
         assert progress.num_tokens == 100
         monkeypatch.setattr(module, "_LINE_SECONDS", 0.0)
         progress.tick()

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from cache_builder import target
 from cache_builder.config import TargetConfig
 from cache_builder.decoder import Decoder, default_layer_ids
 from cache_builder.quality import find_fault
@@ -22,6 +23,7 @@ from shared.spec import LastHidden
 from tests.test_shared.made import CODECS, make_spec
 
 CPU = torch.device("cpu")
+CONFIG = TargetConfig(path="-", dtype="float32")
 
 
 def tiny(model_type: str, **extra: object) -> torch.nn.Module:
@@ -73,6 +75,55 @@ def test_a_single_unpadded_sample_is_captured_bit_for_bit() -> None:
     expected = hook_states(model, sample, (0, 2))
     (states,) = Target(model, (0, 2), CPU).capture([sample])
     assert torch.equal(states, expected)
+
+
+@pytest.mark.parametrize("last_hidden", ["none", "post_norm"])
+def test_states_under_the_hooks_of_several_devices_are_the_same_bits(
+    last_hidden: LastHidden,
+) -> None:
+    """accelerate moves what goes into each block, here to where it is. Twice: the last tap unwinds
+    the forward through the hooks."""
+    from accelerate import dispatch_model
+
+    plain, spread = tiny("qwen3").to(torch.bfloat16), tiny("qwen3").to(torch.bfloat16)
+    parts = ["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"]
+    parts += [f"model.layers.{number}" for number in range(4)]
+    dispatch_model(spread, dict.fromkeys(parts, "cpu"), main_device="cpu", force_hooks=True)
+    assert all(hasattr(spread.get_submodule(part), "_hf_hook") for part in parts)
+    batch = [ids(40), ids(17, 1)]
+    target = Target(spread, (0, 2), None, last_hidden)
+    assert target.device == CPU
+    expected = Target(plain, (0, 2), CPU, last_hidden)
+    for _ in range(2):
+        for found, states in zip(target.capture(batch), expected.capture(batch), strict=True):
+            assert torch.equal(found, states)
+    assert target.head(ids(20)).to_bytes() == expected.head(ids(20)).to_bytes()
+
+
+def test_several_devices_are_given_to_transformers_by_their_free_memory(
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {}
+
+    def refuse(path: Path, **arguments: object) -> None:
+        asked.update(arguments)
+        raise OSError("no GPU here")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda name: (int(name[-1]) * 1000, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(AutoModelForCausalLM, "from_pretrained", refuse)
+        with pytest.raises(TargetError, match="no GPU here"):
+            Target.load(tiny_target, CONFIG, (0,), "none", "cuda:2", "cuda:3")
+    assert asked["device_map"] == "balanced"
+    assert asked["max_memory"] == {2: 1800, 3: 2700}
+
+
+def test_a_target_that_its_devices_do_not_hold_is_refused(
+    tiny_target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(target, "_spread", lambda devices: {"device_map": {"": "cpu"}})
+    with pytest.raises(TargetError, match=r"cuda:0, cuda:1 do not hold it: [0-9]+ of its weights"):
+        Target.load(tiny_target, CONFIG, (0,), "none", "cuda:0", "cuda:1")
 
 
 def test_layer_k_is_the_output_of_block_k() -> None:
