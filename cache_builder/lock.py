@@ -88,16 +88,14 @@ def own_slot(place: Path) -> Iterator[Path]:
         place.mkdir(parents=True, exist_ok=True)
     for number in itertools.count():
         slot = place / str(number)
-        descriptor = os.open(slot.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            if _try_lock(descriptor, fcntl.LOCK_EX):
+        lock = slot.with_suffix(".lock")
+        with _open(lock) as descriptor:
+            if try_lock(descriptor, lock):
                 remove_tree(slot)
                 slot.mkdir()
                 yield slot
                 remove_tree(slot)
                 return
-        finally:
-            os.close(descriptor)
 
 
 def _wait_for_orphans(place: Path) -> None:

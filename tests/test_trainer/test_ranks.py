@@ -18,8 +18,8 @@ from tests.conftest import REPOSITORY
 from tests.test_trainer.test_train import final_weights, metrics
 from trainer import config as training
 from trainer.config import TrainConfig
-from trainer.recipe import NoiseConfig
 from trainer.ranks import Ranks
+from trainer.recipe import NoiseConfig
 from trainer.train import Training, train
 
 MakeTrain = Callable[..., TrainConfig]
