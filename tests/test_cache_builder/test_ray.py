@@ -39,6 +39,7 @@ def environment(s3_server: str, tmp_path_factory: pytest.TempPathFactory) -> Ite
         patch.setenv("AWS_REGION", "us-east-1")
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("scratch")))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_worker_niceness", "0")  # 15 by default, and the machine may be busy
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else Ray warns of its change
         yield
 
