@@ -91,7 +91,12 @@ class Ours(Layout):
             return
         _, num_layers, width = states.hidden_TLD.shape
         spec = make_spec(self._codec)
-        target = replace(spec.target, num_layers=num_layers, hidden_size=width)
+        target = replace(
+            spec.target,
+            num_layers=num_layers,
+            hidden_size=width,
+            vocab_size=int(states.token_ids.max()) + 1,
+        )
         spec = replace(spec, target=target, target_layer_ids=tuple(range(num_layers)))
         calibration = calibrated(self._codec, states)
         name = create_cache(self.path, spec, calibration)
