@@ -49,6 +49,7 @@ def cluster(environment: None) -> Iterator[Any]:
     """Three nodes: a head that has no room for workers, since it must not be killed, and two."""
     from ray.cluster_utils import Cluster
 
+    before = signal.getsignal(signal.SIGTERM)  # a node of Ray puts its own there
     node = {"object_store_memory": 80_000_000, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **node})
     try:
@@ -60,6 +61,7 @@ def cluster(environment: None) -> Iterator[Any]:
             yield cluster
     finally:
         cluster.shutdown()
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(scope="module")
