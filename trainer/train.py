@@ -94,9 +94,13 @@ class Training:
                 self._loop(stop)
             else:
                 self._goes_on(stop)  # tells the other ranks
+            self._say_why_it_ended()
             self.ranks.gather("saved")  # whoever started the ranks ends all when one ends
-        if self._is_done():
-            return None
+        return None if self._is_done() else stop.signal
+
+    def _say_why_it_ended(self) -> None:
+        if self._is_done() or not self.ranks.is_main:
+            return
         if self.step:
             logger.warning(
                 "stopped: step %d is saved in %s. The same command goes on from there.",
@@ -105,7 +109,6 @@ class Training:
             )
         else:
             logger.warning("stopped before the first step: nothing to save.")
-        return stop.signal
 
     @property
     def step(self) -> int:

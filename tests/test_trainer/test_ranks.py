@@ -1,5 +1,6 @@
 """Two ranks of a run, as torchrun starts them: the same training as one process alone."""
 
+import contextlib
 import json
 import os
 import signal
@@ -63,9 +64,13 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     yield begin
     for process in started:
+        ranks = ranks_of(process)  # each in a session of its own
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGKILL)
 
 
 def finish(process: "subprocess.Popen[str]") -> str:
@@ -132,13 +137,20 @@ def wait_for_steps(process: "subprocess.Popen[str]", run: Path, count: int) -> l
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    found = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    children = sorted(int(child) for child in found)
-    ranks = [
-        child for child in children if b"trainer" in Path(f"/proc/{child}/cmdline").read_bytes()
-    ]
+    ranks = ranks_of(process)
     assert len(ranks) == 2
     return ranks
+
+
+def ranks_of(process: "subprocess.Popen[str]") -> list[int]:
+    """Process ids of the ranks, in the order in which they were started."""
+    try:
+        found = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        children = sorted(int(child) for child in found)
+        lines = {child: Path(f"/proc/{child}/cmdline").read_bytes() for child in children}
+    except FileNotFoundError:
+        return []
+    return [child for child, line in lines.items() if b"trainer" in line]
 
 
 def test_shares_that_are_not_equal_are_refused(
