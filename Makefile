@@ -48,10 +48,10 @@ overrides = $(foreach pair,$(SET),--set '$(pair)')
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help install cache train test check format bench
+.PHONY: help install cache train test test-interop check format bench
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "  Variables: CONFIG=$(CONFIG) CACHE=$(CACHE) RUN=$(RUN) DATA=... WORKERS=... SET='section.key=value ...'"
 
@@ -111,6 +111,21 @@ check: $(VENV)/installed-dev ## Formatting, lint, types, import boundaries
 
 test: check $(DEMO) $(QWEN3) ## Pass the tests (and `make check`)
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+
+# speculators pins torchvision, torchaudio and an older torch, which loading a drafter does not need.
+SPECULATORS := .venv-speculators
+$(SPECULATORS)/installed:
+	test -x $(SPECULATORS)/bin/python || $(PYTHON) -m venv $(SPECULATORS)
+	$(SPECULATORS)/bin/python -m pip --disable-pip-version-check install torch==2.13.0
+	$(SPECULATORS)/bin/python -m pip --disable-pip-version-check install --no-deps \
+		speculators==0.9.0 hs-connectors==0.9.0
+	$(SPECULATORS)/bin/python -m pip --disable-pip-version-check install click 'datasets>=4,<=5.1.0' \
+		httpx huggingface-hub loguru==0.7.3 numpy openai protobuf psutil pydantic pydantic-settings \
+		rich safetensors tqdm 'transformers<=5.19.0' typer aiohttp
+	touch $@
+
+test-interop: $(VENV)/installed-dev $(SPECULATORS)/installed ## Load exported drafters in the real speculators
+	$(BIN)/python -m pytest -m interop tests/interop
 
 bench: $(VENV)/installed-dev $(DEMO) ## Measure codecs and read speed on real states
 	$(BIN)/python -m tests.bench
