@@ -1,15 +1,17 @@
-"""Runs in an environment with the real speculators: loads a drafter, drafts, and reports.
+"""Runs in an environment with the real speculators: loads drafters, drafts, and reports.
 
-    python load_speculators.py DRAFTER TARGET BLOCKS.safetensors REPORT.json
+    python load_speculators.py TARGET DIRECTORY...
 
-BLOCKS holds `token_ids` [S], `features` [S, F] and `last_hidden` [S, D] of one document, and our
-own `hidden` [A, K, D] of the blocks at `anchors` [A]. Imports nothing of this project.
+Each DIRECTORY has a drafter in `out` and gets a `report.json`. Its `blocks.safetensors` holds
+`token_ids` [S], `features` [S, F] and `last_hidden` [S, D] of one document, and our own `hidden`
+[A, K, D] of the blocks at `anchors` [A]. Imports nothing of this project.
 """
 
 import json
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -18,20 +20,18 @@ from speculators.models.dflash import core
 from transformers import AutoModelForCausalLM
 
 
-def main(drafter: str, target: str, blocks: str, report: str) -> None:
-    given = load_file(blocks)
-    kind = json.loads(Path(drafter, "config.json").read_text())["speculators_model_type"]
+def report(directory: Path, verifier: Any) -> dict[str, Any]:
+    drafter = directory / "out"
+    given = load_file(directory / "blocks.safetensors")
+    kind = json.loads((drafter / "config.json").read_text())["speculators_model_type"]
     model_class = SpeculatorModel.registry[kind]
     config = model_class.config_class.from_pretrained(drafter)
     config.transformer_layer_config._attn_implementation = "sdpa"  # flex has no CPU backward
     model = model_class.from_pretrained(drafter, config=config).float().eval()
-
-    stored = load_file(Path(drafter, "model.safetensors"))
+    stored = load_file(drafter / "model.safetensors")
     state = model.state_dict()
     of_target = ("embed_tokens.", "lm_head.", "verifier_")
     owned = {name for name in state if not name.startswith(of_target)}
-    # They keep the target's head in the drafter's type.
-    verifier = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).float().eval()
 
     # Their anchors are drawn at random; ours are put in their place.
     anchors = given["anchors"]
@@ -54,7 +54,7 @@ def main(drafter: str, target: str, blocks: str, report: str) -> None:
     if model.t2d is not None:
         logits = logits[:, model.t2d]
     ours = given["hidden"]
-    found = {
+    return {
         "version": version("speculators"),
         "class": type(model).__name__,
         "missing": sorted(owned - stored.keys()),
@@ -75,7 +75,13 @@ def main(drafter: str, target: str, blocks: str, report: str) -> None:
             torch.equal(model.embed_tokens.weight, verifier.get_input_embeddings().weight)
         ),
     }
-    Path(report).write_text(json.dumps(found))
+
+
+def main(target: str, *directories: str) -> None:
+    # They keep the target's head in the drafter's type.
+    verifier = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16).float().eval()
+    for directory in map(Path, directories):
+        (directory / "report.json").write_text(json.dumps(report(directory, verifier)))
 
 
 if __name__ == "__main__":

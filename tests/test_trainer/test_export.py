@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from cache_builder.build import build
+from cache_builder.config import BuildConfig
 from shared import config as configs
 from shared import files
 from shared.errors import ConfigError, DraftCacheError, RunError
@@ -395,7 +397,7 @@ def test_every_variant_is_trained_exported_and_reloaded(
     from dflash.model import DFlashDraftModel
 
     tree = configs.to_dict(tiny_train(tmp_path / "run", tiny_cache, steps=1))
-    tree["drafter"] |= VARIANTS[name]
+    tree["drafter"] |= {"initializer_range": 0.2, **VARIANTS[name]}  # attention far from uniform
     tree["loss"]["gamma"] = 4.0
     config = configs.build(TrainConfig, tree)
     train(config)
@@ -412,6 +414,27 @@ def test_every_variant_is_trained_exported_and_reloaded(
     assert not any(info.values()), info
     weights = load_file(exported / "model.safetensors")
     require_agreement(config, weights, model)
+
+
+@pytest.mark.parametrize("layer_ids", [(2,), (0, 1, 3)])
+def test_any_taps_are_trained_exported_and_reloaded(
+    tiny_build: Callable[..., BuildConfig],
+    tiny_train: MakeTrain,
+    tmp_path: Path,
+    layer_ids: tuple[int, ...],
+) -> None:
+    from dflash.model import DFlashDraftModel
+
+    build(tiny_build(tmp_path / "cache", layer_ids=layer_ids))
+    config = tiny_train(tmp_path / "run", tmp_path / "cache", steps=1)
+    train(config)
+    exported = export_dflash(Run(config.run.path), tmp_path / "out")
+    model = DFlashDraftModel.from_pretrained(exported, dtype=torch.float32)
+    assert tuple(model.target_layer_ids) == layer_ids
+    require_agreement(config, load_file(exported / "model.safetensors"), model)
+    other = export_speculators(Run(config.run.path), tmp_path / "speculators")
+    ids = json.loads((other / "config.json").read_text())["aux_hidden_state_layer_ids"]
+    assert tuple(ids) == tuple(i + 1 for i in layer_ids)
 
 
 def require_agreement(config: TrainConfig, weights: dict[str, torch.Tensor], model: Any) -> None:
