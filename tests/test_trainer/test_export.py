@@ -396,10 +396,13 @@ def test_every_variant_is_trained_exported_and_reloaded(
 ) -> None:
     from dflash.model import DFlashDraftModel
 
-    tree = configs.to_dict(tiny_train(tmp_path / "run", tiny_cache, steps=1))
-    tree["drafter"] |= {"initializer_range": 0.2, **VARIANTS[name]}  # attention far from uniform
-    tree["loss"]["gamma"] = 4.0
-    config = configs.build(TrainConfig, tree)
+    settings = configs.to_dict(tiny_train(tmp_path / "run", tiny_cache, steps=1))
+    settings["drafter"] |= {
+        "initializer_range": 0.2,
+        **VARIANTS[name],
+    }  # attention far from uniform
+    settings["loss"]["gamma"] = 4.0
+    config = configs.build(TrainConfig, settings)
     train(config)
     run = Run(config.run.path)
     exported = export_dflash(run, tmp_path / "out")
