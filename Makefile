@@ -112,19 +112,14 @@ check: $(VENV)/installed-dev ## Formatting, lint, types, import boundaries
 test: check $(DEMO) $(QWEN3) ## Pass the tests (and `make check`)
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
-# speculators pins torchvision, torchaudio and an older torch, which loading a drafter does not need.
-SPECULATORS := .venv-speculators
-$(SPECULATORS)/installed:
-	test -x $(SPECULATORS)/bin/python || $(PYTHON) -m venv $(SPECULATORS)
-	$(SPECULATORS)/bin/python -m pip --disable-pip-version-check install torch==2.13.0
-	$(SPECULATORS)/bin/python -m pip --disable-pip-version-check install --no-deps \
-		speculators==0.9.0 hs-connectors==0.9.0
-	$(SPECULATORS)/bin/python -m pip --disable-pip-version-check install click 'datasets>=4,<=5.1.0' \
-		httpx huggingface-hub loguru==0.7.3 numpy openai protobuf psutil pydantic pydantic-settings \
-		rich safetensors tqdm 'transformers<=5.19.0' typer aiohttp
+# Other projects in environments of their own; torch first, so that its CPU wheel is taken.
+.venv-%/installed: tests/bench/peers/%.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --disable-pip-version-check torch==2.13.0
+	$(@D)/bin/python -m pip install --disable-pip-version-check --no-deps -r $<
 	touch $@
 
-test-interop: $(VENV)/installed-dev $(SPECULATORS)/installed ## Load exported drafters in the real speculators
+test-interop: $(VENV)/installed-dev .venv-speculators/installed ## Load exported drafters in the real speculators
 	$(BIN)/python -m pytest -m interop tests/interop
 
 bench: $(VENV)/installed-dev $(DEMO) ## Measure codecs and read speed on real states
