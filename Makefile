@@ -48,10 +48,10 @@ overrides = $(foreach pair,$(SET),--set '$(pair)')
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help install cache train test check format bench
+.PHONY: help install cache train test test-interop check format bench
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "  Variables: CONFIG=$(CONFIG) CACHE=$(CACHE) RUN=$(RUN) DATA=... WORKERS=... SET='section.key=value ...'"
 
@@ -111,6 +111,16 @@ check: $(VENV)/installed-dev ## Formatting, lint, types, import boundaries
 
 test: check $(DEMO) $(QWEN3) ## Pass the tests (and `make check`)
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+
+# Other projects in environments of their own; torch first, so that its CPU wheel is taken.
+.venv-%/installed: tests/bench/peers/%.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --disable-pip-version-check torch==2.13.0
+	$(@D)/bin/python -m pip install --disable-pip-version-check --no-deps -r $<
+	touch $@
+
+test-interop: $(VENV)/installed-dev .venv-speculators/installed ## Load exported drafters in the real speculators
+	$(BIN)/python -m pytest -m interop tests/interop
 
 bench: $(VENV)/installed-dev $(DEMO) ## Measure codecs and read speed on real states
 	$(BIN)/python -m tests.bench

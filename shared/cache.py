@@ -200,6 +200,19 @@ class Cache:
         """Names of the files of the target that lie under `target/`, to their digests."""
         return dict(self.description["target_files"])
 
+    def plan_report(self, plan: str) -> dict[str, Any]:
+        """What the plan of that number counted of its data; empty where the cache has no such plan.
+
+        Raises:
+            CacheError: its description is damaged.
+        """
+        key = f"{PLANS}/{plan}/plan.json"
+        if not self.storage.exists(key):
+            return {}
+        fields = parse_json(self.storage.read(key), f"{self.path}/{key}")
+        report = fields.get("report") if isinstance(fields, dict) else None
+        return report if isinstance(report, dict) else {}
+
     def target_file(self, name: str) -> bytes:
         """One of the files of the target that lie under `target/`.
 

@@ -344,6 +344,14 @@ def test_a_whole_run_by_its_commands(
     run = tmp_path / "run"
     assert invoke("trainer", "train", "--config", train_config())[0] == 0
     assert invoke("trainer", "export", run)[0] == 0
+    asked = ("--format", "speculators", "--target", "owner/name", "--draft-vocab", 30)
+    code, out, _ = invoke("trainer", "export", run, *asked)
+    assert (code, out.strip()) == (0, str(run / "export" / "speculators"))
+    exported = json.loads((run / "export" / "speculators" / "config.json").read_text())
+    assert exported["draft_vocab_size"] == 30
+    assert exported["speculators_config"]["verifier"]["name_or_path"] == "owner/name"
+    code, _, err = invoke("trainer", "export", run, "--draft-vocab", 30)
+    assert (code, "only --format speculators" in err) == (2, True)
     code, out, _ = invoke("trainer", "summary", run)
     assert code == 0
     assert "acceptance length" in out

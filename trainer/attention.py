@@ -61,7 +61,11 @@ Mask: TypeAlias = Tensor | TiledMask | BlockMask
 
 
 def block_visibility(
-    document_S: Tensor, anchor_A: Tensor, anchor_valid_A: Tensor, block_size: int
+    document_S: Tensor,
+    anchor_A: Tensor,
+    anchor_valid_A: Tensor,
+    block_size: int,
+    window: int | None = None,
 ) -> Predicate:
     """The rule: a slot sees its document before its anchor, and its own block both ways.
 
@@ -73,8 +77,11 @@ def block_visibility(
         document_S: integers, the document of each context token, negative for padding.
         anchor_A: int64 indices into the row; any index in range where invalid.
         anchor_valid_A: bool, False for anchors that only fill the shape.
+        window: of a sliding layer. A slot then sees the `window` positions that end with its own,
+            and so none of the slots after it: z-lab's model, SGLang and vLLM all make a sliding
+            layer causal.
 
-    Source: DFlash, arXiv 2602.06036, training mask.
+    Source: DFlash, arXiv 2602.06036, training mask; z-lab's dflash 0.1.0 for the window.
     """
     num_context = document_S.shape[0]
     document_A = torch.where(anchor_valid_A, document_S[anchor_A], -2)
@@ -84,25 +91,34 @@ def block_visibility(
         document = document_S[key.clamp(max=num_context - 1)]
         before_anchor = (document == document_A[anchor]) & (key < anchor_A[anchor])
         own_block = (key >= num_context) & ((key - num_context) // block_size == anchor)
-        return before_anchor | own_block
+        if window is None:
+            return before_anchor | own_block
+        slot, key_slot = query % block_size, (key - num_context) % block_size
+        in_reach = anchor_A[anchor] + slot - key < window
+        in_block = (key_slot <= slot) & (slot - key_slot < window)
+        return (before_anchor & in_reach) | (own_block & in_block)
 
     return visible
 
 
 def build_mask(
-    document_S: Tensor, anchor_A: Tensor, anchor_valid_A: Tensor, block_size: int
+    document_S: Tensor,
+    anchor_A: Tensor,
+    anchor_valid_A: Tensor,
+    block_size: int,
+    window: int | None = None,
 ) -> Mask:
     """The rule in the form that `attend` runs fastest on the device of `document_S`.
 
-    One mask serves all layers and heads of a micro-batch. On CPU, ascending anchors give the
-    narrowest tiles; any order is correct.
+    One mask serves all heads, and all layers of the same window, of a micro-batch. On CPU,
+    ascending anchors give the narrowest tiles; any order is correct.
 
     Raises:
         ValueError: there is no anchor.
     """
     if not len(anchor_A):
         raise ValueError("a row needs at least one anchor: fill it with an invalid one")
-    visible = block_visibility(document_S, anchor_A, anchor_valid_A, block_size)
+    visible = block_visibility(document_S, anchor_A, anchor_valid_A, block_size, window)
     num_context, num_queries = len(document_S), len(anchor_A) * block_size
     device = document_S.device
     if device.type == "cpu":

@@ -43,6 +43,7 @@ def train_command(path: Path, overrides: tuple[str, ...], resume: bool) -> None:
     from trainer.ranks import join
     from trainer.session import Session, pick_device
     from trainer.train import train
+    from trainer.warm_start import WarmStart
 
     settings = config.load(TrainConfig, path, overrides)
     with join(pick_device(settings.train.device).type) as ranks:
@@ -50,7 +51,7 @@ def train_command(path: Path, overrides: tuple[str, ...], resume: bool) -> None:
             level = logging.INFO if ranks.is_main else logging.WARNING
             log.configure(level, worker=f"rank {ranks.rank}")
         if not resume and ranks.is_main:
-            Session.open(settings)  # what cannot start must not cost the run that is there
+            WarmStart.read(Session.open(settings))  # what cannot start must not cost the run there
             Run(settings.run.path).start_afresh()
         ranks.gather("begin")  # when what is not to be resumed is gone
         stopped_by = train(settings, ranks)
@@ -79,12 +80,35 @@ def evaluate(run: Path, cache: Location | None, samples: int | None, as_json: bo
 
 @main.command()
 @_run
-@click.option("-o", "--out", type=click.Path(path_type=Path), help="Default: RUN/export/dflash.")
-def export(run: Path, out: Path | None) -> None:
-    """Write the newest checkpoint as a drafter directory in z-lab's layout, and check it."""
-    from trainer.export import export_dflash
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["dflash", "speculators"]),
+    default="dflash",
+    show_default=True,
+    help="dflash: z-lab's layout, for dflash, SGLang and vLLM. speculators: for it and vLLM.",
+)
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="Default: RUN/export/FORMAT.")
+@click.option("--target", help="Hub id of the target, for consumers; default: what the cache says.")
+@click.option(
+    "--draft-vocab",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Draft only the N tokens most frequent in the training data (speculators).",
+)
+def export(
+    run: Path, form: str, out: Path | None, target: str | None, draft_vocab: int | None
+) -> None:
+    """Write the newest checkpoint as a drafter directory that others load, and check it."""
+    from trainer.export import export_dflash, export_speculators
 
-    click.echo(export_dflash(Run(run), out or run / "export" / "dflash"))
+    out = out or run / "export" / form
+    if form == "speculators":
+        click.echo(export_speculators(Run(run), out, target=target, draft_vocab_size=draft_vocab))
+        return
+    if draft_vocab is not None:
+        raise click.UsageError("--draft-vocab: only --format speculators has a reduced vocabulary.")
+    click.echo(export_dflash(Run(run), out, target=target))
 
 
 @main.command()

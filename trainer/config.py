@@ -91,6 +91,10 @@ class StepConfig:
     """Micro-batches accumulated into one optimizer step."""
 
     seed: int = 0
+    init_from: Path | None = None
+    """Directory of a drafter in z-lab's layout whose weights are the first ones; unset draws them.
+    `drafter.fitted_start` does not apply to them."""
+
     device: str = "auto"
     """`auto` takes cuda if there is one, else cpu."""
 
@@ -109,7 +113,7 @@ class StepConfig:
     def __post_init__(self) -> None:
         require_range(self, "seed max_nonfinite_steps", 0)
         require_range(self, "steps batches_per_step", 1)
-        require_text(self, "device")
+        require_text(self, "device init_from")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

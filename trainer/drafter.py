@@ -14,40 +14,13 @@ Source: DFlash, arXiv 2602.06036, section on the architecture; parameter names a
 z-lab/dflash 0.1.0.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from trainer.attention import Mask, attend
 from trainer.recipe import DrafterConfig
-
-
-class Angles(NamedTuple):
-    """Rotary angles of every key position, context first."""
-
-    cos_TH: Tensor
-    sin_TH: Tensor
-
-
-def rotary_angles(position_T: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Angles:
-    """Cosines and sines of the rotary embedding at absolute positions, rounded to `dtype`.
-
-    The frequencies are float32 and computed here rather than kept in a buffer, which
-    `module.to(bfloat16)` would round: at position 3,000 the angles are then radians off.
-    """
-    exponent_H = torch.arange(0, head_dim, 2, device=position_T.device).float() / head_dim
-    frequency_H = 1.0 / theta**exponent_H
-    angle_TH = (position_T.float()[:, None] * frequency_H).repeat(1, 2)
-    return Angles(angle_TH.cos().to(dtype), angle_TH.sin().to(dtype))
-
-
-def rotate(x_TNH: Tensor, angles: Angles) -> Tensor:
-    """Turn each pair (i, i + H/2) of every head by its position's angle."""
-    first, second = x_TNH.chunk(2, dim=-1)
-    turned_TNH = torch.cat([-second, first], dim=-1)
-    return x_TNH * angles.cos_TH[:, None] + turned_TNH * angles.sin_TH[:, None]
+from trainer.rotary import Angles, rotary_angles, rotate
 
 
 class RMSNorm(nn.Module):
@@ -167,7 +140,8 @@ class Drafter(nn.Module):
         block_embeddings_QD: Tensor,
         position_S: Tensor,
         position_Q: Tensor,
-        mask: Mask,
+        mask: Mask | None,
+        sliding_mask: Mask | None = None,
     ) -> Tensor:
         """Final hidden state of every slot, [Q, D], after `norm`: ready for the LM head.
 
@@ -177,18 +151,17 @@ class Drafter(nn.Module):
                 the others.
             position_S: absolute position of each context token in its document.
             position_Q: absolute position of each slot, the anchor's plus the slot's.
-            mask: of the same row, from `trainer.attention.build_mask`.
+            mask: of the same row, from `trainer.attention.build_mask`, for the layers of full
+                attention; None where there is none.
+            sliding_mask: the same with the window, for the layers that slide.
         """
         context_SD = self.hidden_norm(self.fc(features_SF))
-        angles = rotary_angles(
-            torch.cat([position_S, position_Q]),
-            self.config.head_dim,
-            self.config.rope_theta,
-            context_SD.dtype,
-        )
+        angles = rotary_angles(torch.cat([position_S, position_Q]), self.config, context_SD.dtype)
         hidden_QD = block_embeddings_QD
-        for layer in self.layers:
-            hidden_QD = layer(hidden_QD, context_SD, angles, mask)
+        for layer, is_sliding in zip(self.layers, self.config.slides, strict=True):
+            layer_mask = sliding_mask if is_sliding else mask
+            assert layer_mask is not None
+            hidden_QD = layer(hidden_QD, context_SD, angles, layer_mask)
         out_QD: Tensor = self.norm(hidden_QD)
         return out_QD
 

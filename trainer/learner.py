@@ -27,6 +27,7 @@ from trainer.snapshot import Snapshot, restore, take_snapshot
 from trainer.step import autocast, batch_loss, forward_blocks
 from trainer.teacher import teacher_of
 from trainer.totals import StepTotals
+from trainer.warm_start import WarmStart
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class Learner:
         step: optimizer steps done.
         epoch: of the last micro-batch; None before the first.
         num_nonfinite: steps left out among them, because their loss or gradient was not finite.
+        init_from: where the first weights came from; None where they were drawn.
     """
 
     def __init__(self, session: Session, run: Run, ranks: Ranks) -> None:
@@ -50,10 +52,14 @@ class Learner:
         self.step = 0
         self.epoch: int | None = None
         self.num_nonfinite = 0
+        self.init_from: dict[str, Any] | None = None
 
-    def fit_start(self) -> None:
-        """Fit the first weights to the target, where the configuration asks for it."""
-        if self.config.drafter.fitted_start:
+    def begin(self, warm_start: WarmStart | None) -> None:
+        """Take the first weights from `warm_start`, or fit those that were drawn to the target."""
+        if warm_start is not None:
+            warm_start.load(self.session)
+            self.init_from = warm_start.describe()
+        elif self.config.drafter.fitted_start:
             head = self.session.head.lm_head_VD
             fit_start_(self.session.drafter, head, self.session.channel_rms())
 
@@ -67,6 +73,7 @@ class Learner:
         self.step = snapshot.step
         self.epoch = snapshot.state.get("epoch")
         self.num_nonfinite = snapshot.state["nonfinite_steps"]
+        self.init_from = snapshot.state.get("init_from")
 
     def snapshot(self, score: float | None, state: dict[str, Any]) -> Snapshot:
         """All of this in host memory, and what the loop must remember as well."""
@@ -80,6 +87,7 @@ class Learner:
             state={
                 "epoch": self.epoch,
                 "nonfinite_steps": self.num_nonfinite,
+                "init_from": self.init_from,
                 "optimizer": describe(self.optimizer),
                 **state,
             },

@@ -3,13 +3,60 @@
 A default is written here, or in `trainer.config`, and nowhere else.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 from trainer.ranges import require_range
 
 GAMMA_BY_BLOCK_SIZE = {16: 7.0, 10: 5.0, 8: 4.0}
 """Decay of the slot weights by block size. Source: DFlash, arXiv 2602.06036, training recipe."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RopeScaling:
+    """Rotary embedding stretched for long contexts: names and formulas of transformers."""
+
+    rope_type: Literal["linear", "yarn", "llama3"]
+    factor: float
+    original_max_position_embeddings: int | None = None
+    """Context that the unscaled frequencies were made for; of `yarn` and `llama3`."""
+
+    beta_fast: float | None = None
+    """Of `yarn`: turns over the original context from which a pair keeps its speed; unset: 32."""
+
+    beta_slow: float | None = None
+    """Of `yarn`: turns up to which a pair is slowed by the whole factor; unset: 1."""
+
+    attention_factor: float | None = None
+    """Of `yarn`: multiplies cosines and sines; unset: 0.1 ln(factor) + 1."""
+
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    """Of `llama3`: original contexts per wave, below and above which all or nothing is slowed."""
+
+    def __post_init__(self) -> None:
+        require_range(self, "factor", 1.0, 1e6)
+        require_range(self, "original_max_position_embeddings", 1)
+        require_range(self, "beta_fast beta_slow low_freq_factor high_freq_factor", 1e-6, 1e6)
+        require_range(self, "attention_factor", 1e-3, 1e3)
+        length = {"original_max_position_embeddings"}
+        needed, optional = {
+            "linear": (set(), set()),
+            "yarn": (length, {"beta_fast", "beta_slow", "attention_factor"}),
+            "llama3": (length | {"low_freq_factor", "high_freq_factor"}, set()),
+        }[self.rope_type]
+        given = self.parameters().keys() - {"rope_type", "factor"}
+        if missing := needed - given:
+            raise ValueError(f"rope_type {self.rope_type!r} needs {', '.join(sorted(missing))}")
+        if foreign := given - needed - optional:
+            raise ValueError(f"rope_type {self.rope_type!r} has no {', '.join(sorted(foreign))}")
+        if self.rope_type == "llama3" and not self.low_freq_factor < self.high_freq_factor:  # type: ignore[operator]  # both are needed
+            raise ValueError("low_freq_factor must be below high_freq_factor")
+
+    def parameters(self) -> dict[str, Any]:
+        """What is set, as in a `config.json`."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +74,19 @@ class DrafterConfig:
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02
     fitted_start: bool = True
-    """Fit the first weights to the target's states and LM head: `trainer.drafter.fit_start_`."""
+    """Fit the first weights to the target's states and LM head: `trainer.drafter.fit_start_`.
+    Does not apply where `train.init_from` gives the first weights."""
+
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
+    """Of each draft layer; unset: full attention in all. A sliding layer sees `sliding_window`
+    positions, and within the block none after its own."""
+
+    sliding_window: int | None = None
+    """Positions that a sliding layer sees, its own included."""
+
+    rope_scaling: RopeScaling | None = None
+    partial_rotary_factor: float | None = None
+    """Only 1 is accepted: the published model and the servers turn whole heads."""
 
     def __post_init__(self) -> None:
         require_range(self, "intermediate_size num_heads num_kv_heads head_dim num_layers", 1)
@@ -43,6 +102,28 @@ class DrafterConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even, got {self.head_dim}")
+        require_range(self, "sliding_window", 1)
+        if self.layer_types is not None and len(self.layer_types) != self.num_layers:
+            raise ValueError(
+                f"layer_types must name all {self.num_layers} layers, got {len(self.layer_types)}"
+            )
+        if any(self.slides) != (self.sliding_window is not None):
+            raise ValueError(
+                "sliding_window goes with a 'sliding_attention' among layer_types: set both or none"
+            )
+        if self.partial_rotary_factor not in (None, 1.0):
+            raise ValueError(
+                f"partial_rotary_factor must be 1, got {self.partial_rotary_factor}: the published "
+                "dflash model, SGLang and vLLM turn whole heads of a drafter, whatever its target "
+                "does. Leave it out"
+            )
+
+    @property
+    def slides(self) -> tuple[bool, ...]:
+        """Of each draft layer, whether it has the window."""
+        if self.layer_types is None:
+            return (False,) * self.num_layers
+        return tuple(kind == "sliding_attention" for kind in self.layer_types)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -38,7 +38,8 @@ def forward_blocks(
     drafter: Drafter, head: Head, batch: Batch, features_SLD: Tensor, mask_token_id: int
 ) -> Forward:
     """Run the drafter on every block of `batch`."""
-    block_size = drafter.config.block_size
+    config = drafter.config
+    block_size = config.block_size
     blocks = build_blocks(
         batch.token_ids_S,
         batch.loss_mask_S,
@@ -49,7 +50,9 @@ def forward_blocks(
         block_size,
         mask_token_id,
     )
-    mask = build_mask(batch.document_S, batch.anchor_A, batch.anchor_valid_A, block_size)
+    row = (batch.document_S, batch.anchor_A, batch.anchor_valid_A, block_size)
+    mask = None if all(config.slides) else build_mask(*row)
+    sliding_mask = build_mask(*row, config.sliding_window) if any(config.slides) else None
     embeddings_QD = functional.embedding(blocks.input_id_AK.flatten(), head.embedding_VD)
     features_SF = features_SLD.flatten(1)
     if not torch.is_autocast_enabled(features_SF.device.type):
@@ -61,6 +64,7 @@ def forward_blocks(
         batch.position_S,
         blocks.position_AK.flatten(),
         mask,
+        sliding_mask,
     )
     return Forward(hidden_QD.unflatten(0, (-1, block_size)), blocks)
 

@@ -31,6 +31,7 @@ from trainer.session import Session, require_unused_mask_token
 from trainer.snapshot import Snapshot
 from trainer.stop import StopRequest
 from trainer.tracking import Tracker, finite
+from trainer.warm_start import WarmStart
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class Training:
         self.order = measure_order(self.session)
         if snapshot is not None:
             self._check(snapshot)
+        warm_start = WarmStart.read(self.session) if snapshot is None else None
         if ranks.is_main:
             self.run.begin(config, snapshot)
         self.learner = Learner(self.session, self.run, ranks)
@@ -64,7 +66,7 @@ class Training:
         self.unlogged: dict[str, Any] | None = None
         """Metrics of a step that is done but for its evaluation, which a stop cut short."""
         if snapshot is None:
-            self.learner.fit_start()
+            self.learner.begin(warm_start)
         else:
             self._restore(snapshot)
         if ranks.size > 1:

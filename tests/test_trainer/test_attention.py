@@ -16,12 +16,13 @@ pytestmark = pytest.mark.filterwarnings(
 Row = tuple[Tensor, Tensor, Tensor, int]
 
 
-def table(row: Row) -> Tensor:
+def table(row: Row, window: int | None = None) -> Tensor:
     """The rule as torch expands it, bool [Q, T]."""
     document_S, anchor_A, _, block_size = row
     num_queries = len(anchor_A) * block_size
     num_keys = len(document_S) + num_queries
-    return create_mask(block_visibility(*row), None, None, num_queries, num_keys, "cpu")[0, 0]
+    visible = block_visibility(*row, window)
+    return create_mask(visible, None, None, num_queries, num_keys, "cpu")[0, 0]
 
 
 def expand(mask: TiledMask, num_context: int, num_queries: int) -> Tensor:
@@ -37,7 +38,7 @@ def expand(mask: TiledMask, num_context: int, num_queries: int) -> Tensor:
     return visible_QT
 
 
-def in_words(row: Row) -> Tensor:
+def in_words(row: Row, window: int | None = None) -> Tensor:
     """The rule a second time, as loops."""
     document_S, anchor_A, valid_A, block_size = row
     num_context, num_queries = len(document_S), len(anchor_A) * block_size
@@ -48,6 +49,11 @@ def in_words(row: Row) -> Tensor:
             visible_QT[q, s] = document_S[s] == document_S[anchor]
         block = q // block_size * block_size
         visible_QT[q, num_context + block : num_context + block + block_size] = True
+        if window is not None:  # the last `window` positions up to the slot's own
+            first = anchor + q - block - window + 1
+            visible_QT[q, : max(first, 0)] = False
+            visible_QT[q, num_context + q + 1 :] = False
+            visible_QT[q, num_context : max(num_context + q - window + 1, num_context)] = False
     return visible_QT
 
 
@@ -103,15 +109,37 @@ def test_rule_is_the_table_written_by_hand() -> None:
     num_anchors=st.integers(1, 5),
     block=st.integers(2, 4),
     blocks_per_tile=st.integers(1, 3),
+    window=st.one_of(st.none(), st.integers(1, 8)),
 )
 def test_predicate_and_tiles_say_what_the_words_say(
-    seed: int, lengths: list[int], padding: int, num_anchors: int, block: int, blocks_per_tile: int
+    seed: int,
+    lengths: list[int],
+    padding: int,
+    num_anchors: int,
+    block: int,
+    blocks_per_tile: int,
+    window: int | None,
 ) -> None:
     row = random_row(seed, lengths, padding, num_anchors, block)
     num_context, num_queries = len(row[0]), num_anchors * block
-    tiles = cut_tiles(block_visibility(*row), num_context, num_queries, blocks_per_tile * block)
-    assert torch.equal(table(row), in_words(row))
-    assert torch.equal(expand(tiles, num_context, num_queries), in_words(row))
+    visible = block_visibility(*row, window)
+    tiles = cut_tiles(visible, num_context, num_queries, blocks_per_tile * block)
+    assert torch.equal(table(row, window), in_words(row, window))
+    assert torch.equal(expand(tiles, num_context, num_queries), in_words(row, window))
+
+
+def test_a_window_of_three_is_the_table_written_by_hand() -> None:
+    row: Row = (torch.tensor([0, 0, 0, 0, 1]), torch.tensor([3, 1]), torch.ones(2).bool(), 3)
+    expected = """
+        0110 0  100 000
+        0010 0  110 000
+        0000 0  111 000
+        1000 0  000 100
+        1000 0  000 110
+        0000 0  000 111
+    """
+    lines = [line.replace(" ", "") for line in expected.split("\n") if line.strip()]
+    assert ["".join(str(int(x)) for x in line) for line in table(row, 3).tolist()] == lines
 
 
 def test_tiles_touch_only_the_document_they_need() -> None:

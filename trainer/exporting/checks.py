@@ -1,0 +1,133 @@
+"""Reads back what an export wrote: tensors, config and forward. No loader would notice a fault."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from shared.errors import RunError
+from trainer.attention import build_mask
+from trainer.drafter import Drafter
+from trainer.exporting.readings import CONSUMERS, Reading, Rope
+from trainer.exporting.zlab import drafter_of
+from trainer.recipe import DrafterConfig
+
+MODEL = "model.safetensors"
+_MAX_DIFFERENCE = 1e-5
+_NUM_CONTEXT = 48
+_DTYPES = {"d2t": torch.int64, "t2d": torch.bool}
+
+
+def check_tensors(
+    directory: Path, shapes: dict[str, tuple[int, ...]], trained: dict[str, Tensor]
+) -> None:
+    """Exact keys, shapes, types and bits.
+
+    Raises:
+        RunError: naming the tensor.
+    """
+    tensors = load_file(directory / MODEL)
+    for name in sorted(shapes.keys() | tensors.keys() | trained.keys()):
+        if name not in shapes or name not in tensors or name not in trained:
+            raise RunError(f"{directory}: tensor {name!r} is missing or not of the layout.")
+        tensor, dtype = tensors[name], _DTYPES.get(name, torch.bfloat16)
+        if tuple(tensor.shape) != shapes[name] or tensor.dtype != dtype:
+            raise RunError(
+                f"{directory}: tensor {name!r} is {tensor.dtype} {list(tensor.shape)}, expected "
+                f"{dtype} {list(shapes[name])}."
+            )
+        if not torch.equal(_bits(tensor), _bits(trained[name])):
+            raise RunError(f"{directory}: tensor {name!r} differs from the trained one.")
+        if not bool(tensor.isfinite().all()):
+            raise RunError(f"{directory}: tensor {name!r} has values that are not finite.")
+
+
+def check_readings(
+    config: dict[str, Any],
+    form: str,
+    drafter: DrafterConfig,
+    target_layer_ids: tuple[int, ...],
+    where: str,
+) -> None:
+    """Every consumer of the format `form` reads from `config` the drafter that was trained.
+
+    Raises:
+        RunError: naming the consumer, and what it would take for what.
+    """
+    expected = asdict(
+        Reading(
+            target_layer_ids=target_layer_ids,
+            mask_token_id=drafter.mask_token_id,
+            block_size=drafter.block_size,
+            layers=tuple((drafter.sliding_window if s else None, s) for s in drafter.slides),
+            rope=_rope(drafter),
+        )
+    )
+    for consumer, read in CONSUMERS[form].items():
+        found = asdict(read(config))
+        wrong = [f"{k} {found[k]}, trained {expected[k]}" for k in found if found[k] != expected[k]]
+        if wrong:
+            raise RunError(f"{where}: {consumer} would read another drafter: {'; '.join(wrong)}.")
+
+
+@torch.no_grad()
+def check_forward(directory: Path, config: dict[str, Any], trained: Drafter) -> None:
+    """The directory's own config and tensors compute what `trained` does, on random blocks.
+
+    Args:
+        config: of the directory, in z-lab's words.
+        trained: with the weights that were written.
+
+    Raises:
+        RunError: they differ by more than 1e-5.
+    """
+    hidden_size = int(config["hidden_size"])
+    num_taps = len(config["dflash_config"]["target_layer_ids"])
+    reloaded = Drafter(drafter_of(config, str(directory)), hidden_size, num_taps)
+    tensors = load_file(directory / MODEL)
+    reloaded.load_state_dict({name: tensors[name].float() for name in reloaded.state_dict()})
+    difference = (_forward(reloaded) - _forward(trained)).abs().max()
+    if not difference <= _MAX_DIFFERENCE:  # nor NaN
+        raise RunError(
+            f"{directory}: reloaded, it computes something else than the trained drafter: largest "
+            f"difference {float(difference):g}."
+        )
+
+
+def _forward(drafter: Drafter) -> Tensor:
+    """Final hidden states of three blocks of random embeddings in a random context, on the CPU."""
+    block_size, device = drafter.config.block_size, drafter.fc.weight.device
+    generator = torch.Generator().manual_seed(0)
+    anchor_A = torch.tensor([1, _NUM_CONTEXT // 2, _NUM_CONTEXT - 1])
+    position_S = torch.arange(_NUM_CONTEXT)
+    position_Q = (anchor_A[:, None] + torch.arange(block_size)).flatten()
+    features_SF = torch.randn(_NUM_CONTEXT, drafter.fc.in_features, generator=generator)
+    block_QD = torch.randn(len(position_Q), drafter.fc.out_features, generator=generator)
+    row = (torch.zeros_like(position_S), anchor_A, torch.ones_like(anchor_A).bool())
+    drafter.cpu()
+    hidden_QD: Tensor = drafter(
+        features_SF,
+        block_QD,
+        position_S,
+        position_Q,
+        build_mask(*row, block_size),
+        build_mask(*row, block_size, drafter.config.sliding_window),
+    )
+    drafter.to(device)
+    return hidden_QD
+
+
+def _rope(drafter: DrafterConfig) -> Rope:
+    scaling = drafter.rope_scaling
+    plain = {"rope_type": "default"}
+    return {
+        "rope_theta": drafter.rope_theta,
+        **(plain if scaling is None else scaling.parameters()),
+    }
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
