@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
-from trainer.attention import TiledMask, attend, block_visibility, build_mask, cut_tiles
+from trainer.attention import attend, block_visibility, build_mask
+from trainer.tiles import TiledMask, cut_tiles
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:flex_attention called without torch.compile"  # eager on purpose: tiny and on CPU
