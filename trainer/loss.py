@@ -26,9 +26,10 @@ WeighFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(ce_AK, supervised_AK) -> float32 weight_AK, without gradient, 0 where not supervised. Each
 anchor's weights depend on that anchor alone."""
 
-_ROWS_PER_THREAD = 2
-"""Rows of logits that a core works on at a time: in float32, 0.4 MB at a vocabulary of 49,152 and
-1.2 MB at 151,936, which stay in its second-level cache."""
+_BYTES_PER_CORE = 3 << 19
+"""Of float32 logits that a core works on at a time: what stays in a second-level cache. Rows of
+a vocabulary of 49,152 are then reduced eight at a time, in 80 ms for 960 rows against 180 ms in
+one piece."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -208,9 +209,9 @@ def _reduce(
     each pass over them counts: on a CPU a few rows at a time go through all passes while they
     lie in its cache, and only they exist in float32.
     """
-    num_rows = len(logits_MV)
+    num_rows, num_logits = logits_MV.shape
     if logits_MV.device.type == "cpu":
-        num_rows = _ROWS_PER_THREAD * torch.get_num_threads()
+        num_rows = torch.get_num_threads() * max(1, _BYTES_PER_CORE // (4 * num_logits))
     parts = []
     for start in range(0, len(logits_MV), num_rows):
         part = slice(start, start + num_rows)

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.memory import keep_freed_memory
-from tests.bench.peers.stamps import Stamps, arguments
+from tests.bench.peers.stamps import Stamps, arguments, start_from
 
 
 def main() -> None:
@@ -33,28 +33,18 @@ def main() -> None:
             run=RunConfig(path=Path(settings["work"]) / "run"),
             cache=CacheConfig(path=Path(settings["data"]), heldout_fraction=0.0),
             sampler=SamplerConfig(tokens_per_batch=settings["tokens"]),
-            drafter=DrafterConfig(
-                mask_token_id=settings["mask_token_id"],
-                num_layers=settings["layers"],
-                block_size=settings["block_size"],
-                intermediate_size=settings["intermediate_size"],
-                num_heads=settings["num_heads"],
-                num_kv_heads=settings["num_kv_heads"],
-                head_dim=settings["head_dim"],
-                rope_theta=settings["rope_theta"],
-                fitted_start=False,  # all start from random weights, so that first losses compare
-            ),
+            drafter=DrafterConfig(**settings["drafter"]),
             train=StepConfig(steps=settings["steps"], device="cpu"),
             anchors=AnchorConfig(per_sample=settings["anchors"]),
             loss=LossConfig(kind="decay", gamma=settings["gamma"]),
             optimizer=OptimizerConfig(lr=settings["lr"]),
         )
     )
+    num_parameters = start_from(run.session.drafter, settings["weights"])
     run.train()
-    drafter = run.session.drafter
     stamps.write(
         settings["result"],
-        num_parameters=sum(parameter.numel() for parameter in drafter.parameters()),
+        num_parameters=num_parameters,
         loss_scale=1.0,
     )
 

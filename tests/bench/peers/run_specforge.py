@@ -1,7 +1,7 @@
 """The offline DFlash trainer of SpecForge for some steps, timed, by its own command line.
 
 On a CPU it wants `fsdp_sharding` NO_SHARD and `attention_backend` sdpa; nothing in it is replaced
-but the logger of metrics, which gets the figures of every step.
+but the logger of metrics, which gets the figures of every step, and the first weights.
 """
 
 import importlib.metadata
@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from stamps import Stamps, arguments
+from stamps import Stamps, arguments, start_from
 
 
 def main() -> None:
@@ -23,16 +23,16 @@ def main() -> None:
         "attention_dropout": 0.0,
         "hidden_act": "silu",
         "hidden_size": target["hidden_size"],
-        "intermediate_size": settings["intermediate_size"],
-        "num_attention_heads": settings["num_heads"],
-        "num_key_value_heads": settings["num_kv_heads"],
-        "head_dim": settings["head_dim"],
+        "intermediate_size": settings["drafter"]["intermediate_size"],
+        "num_attention_heads": settings["drafter"]["num_heads"],
+        "num_key_value_heads": settings["drafter"]["num_kv_heads"],
+        "head_dim": settings["drafter"]["head_dim"],
         "num_hidden_layers": settings["layers"],
         "num_target_layers": target["num_hidden_layers"],
         "vocab_size": target["vocab_size"],
         "max_position_embeddings": target["max_position_embeddings"],
-        "rms_norm_eps": 1e-6,
-        "rope_theta": settings["rope_theta"],
+        "rms_norm_eps": settings["drafter"]["rms_norm_eps"],
+        "rope_theta": settings["drafter"]["rope_theta"],
         "rope_scaling": None,
         "initializer_range": 0.02,
         "layer_types": ["full_attention"] * settings["layers"],
@@ -44,7 +44,7 @@ def main() -> None:
         "dtype": "bfloat16",
         "block_size": settings["block_size"],
         "dflash_config": {
-            "mask_token_id": settings["mask_token_id"],
+            "mask_token_id": settings["drafter"]["mask_token_id"],
             "target_layer_ids": settings["layer_ids"],
         },
     }
@@ -86,8 +86,8 @@ def main() -> None:
     (work / "run.json").write_text(json.dumps(run))
 
     import torch
-    from specforge import cli
-    from specforge.training import assembly, controller
+    from specforge import cli, optimizer
+    from specforge.training import assembly
 
     stamps = Stamps()
     num_parameters = 0
@@ -96,18 +96,14 @@ def main() -> None:
         stamps.add(float(metrics.get("train/loss", metrics.get("loss"))))
 
     assembly._logger = log
-    train_step = controller.TrainerCore.train_step
+    make = optimizer.BF16Optimizer.__init__
 
-    def counted_step(self: Any, *given: Any, **named: Any) -> Any:
+    def make_optimizer(self: Any, model: Any, *given: Any, **named: Any) -> None:
         nonlocal num_parameters
-        modules = [
-            item for item in vars(self.strategy).values() if isinstance(item, torch.nn.Module)
-        ]
-        trained = [p for p in modules[0].parameters() if p.requires_grad] if modules else []
-        num_parameters = sum(parameter.numel() for parameter in trained)
-        return train_step(self, *given, **named)
+        num_parameters = start_from(model, settings["weights"])
+        make(self, model, *given, **named)
 
-    controller.TrainerCore.train_step = counted_step
+    optimizer.BF16Optimizer.__init__ = make_optimizer
     torch.set_num_threads(settings["threads"])
     cli.main(["train", "-c", str(work / "run.json")])
     stamps.write(

@@ -8,7 +8,7 @@ import importlib.metadata
 import os
 from typing import Any
 
-from stamps import Stamps, arguments
+from stamps import Stamps, arguments, start_from
 
 
 def main() -> None:
@@ -34,7 +34,8 @@ def main() -> None:
 
     def timed_epoch(self: Any, *given: Any, **named: Any) -> Any:
         nonlocal num_parameters
-        num_parameters = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        if not self.global_step:
+            num_parameters = start_from(self.model, settings["weights"])
         if self.global_step < settings["steps"]:  # `--max-steps` ends an epoch, not the run
             return train_epoch(self, *given, **named)
         return None
@@ -59,7 +60,7 @@ def main() -> None:
         "--max-anchors": settings["anchors"],
         "--on-missing": "raise",
         "--num-workers": 0,
-        "--mask-token-id": settings["mask_token_id"],
+        "--mask-token-id": settings["drafter"]["mask_token_id"],
         "--max-steps": settings["steps"],
         "--epochs": 1000,
         "--full-attention-indices": list(range(settings["layers"])),

@@ -6,6 +6,7 @@ import os
 import resource
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ class Stamps:
         """The differences between neighbours, so one step fewer than were counted."""
 
         def differences(times: list[float]) -> list[float]:
-            return [after - before for before, after in zip(times, times[1:], strict=False)]
+            return [after - before for before, after in pairwise(times)]
 
         fields = {
             "wall_seconds": differences(self._wall),
@@ -40,6 +41,27 @@ class Stamps:
             **facts,
         }
         Path(path).write_text(json.dumps(fields) + "\n")
+
+
+def start_from(model: Any, path: str) -> int:
+    """Give `model` the first weights that all trainers share; returns how many they are.
+
+    Raises:
+        ValueError: what it trains has not just the names and shapes of those weights.
+    """
+    import torch
+    from safetensors.torch import load_file
+
+    weights = load_file(path)
+    trained = {name: item for name, item in model.named_parameters() if item.requires_grad}
+    shapes = [{name: item.shape for name, item in own.items()} for own in (trained, weights)]
+    if shapes[0] != shapes[1]:
+        different = sorted(set(shapes[0].items()) ^ set(shapes[1].items()))
+        raise ValueError(f"not the same drafter: {different[:4]}")
+    with torch.no_grad():
+        for name, item in trained.items():
+            item.copy_(weights[name])
+    return sum(item.numel() for item in trained.values())
 
 
 def arguments() -> dict[str, Any]:
