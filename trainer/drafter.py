@@ -70,7 +70,8 @@ class Attention(nn.Module):
         key_value = [self.k_proj.weight, self.v_proj.weight]
         context_SE = functional.linear(context_SD, torch.cat(key_value))
         block_QE = functional.linear(block_QD, torch.cat([self.q_proj.weight, *key_value]))
-        q_QE, block_kv_QE = block_QE.split([len(self.q_proj.weight), context_SE.shape[1]], dim=1)
+        widths = [len(self.q_proj.weight), context_SE.shape[1]]
+        q_QE, block_kv_QE = torch.split(block_QE, widths, dim=1)
         k_TE, v_TE = torch.cat([context_SE, block_kv_QE]).chunk(2, dim=1)
         q_QNH = self.q_norm(self._heads(q_QE))
         k_TGH = self.k_norm(self._heads(k_TE))
@@ -82,7 +83,7 @@ class Attention(nn.Module):
         return out_QD
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(1, (-1, self.head_dim))
+        return x.view(len(x), -1, self.head_dim)
 
 
 class MLP(nn.Module):

@@ -220,16 +220,15 @@ def _reduce(
         peak_R = wide_RV.amax(dim=-1)
         gold_R = wide_RV.gather(1, label_R[:, None])[:, 0]
         correct_R = _is_first_peak(wide_RV, label_R, gold_R == peak_R)
-        if teacher is None or own_MV is None:
-            sum_R = wide_RV.sub_(peak_R[:, None]).exp_().sum(dim=-1)
-            ce_R = loss_R = sum_R.log() + peak_R - gold_R
-            scale_R = 1 / sum_R
-        else:
-            ce_R = wide_RV.logsumexp(dim=-1) - gold_R
-            loss_R, wide_RV = teacher.diverge(own_MV[part], wide_RV)
-            scale_R = torch.ones_like(loss_R)
+        if teacher is not None and own_MV is not None:
+            loss_R, error_RV = teacher.diverge(own_MV[part], wide_RV)
+        sum_R = wide_RV.sub_(peak_R[:, None]).exp_().sum(dim=-1)
+        ce_R = sum_R.log() + peak_R - gold_R
+        scale_R = torch.ones_like(sum_R)
+        if own_MV is None:
+            loss_R, error_RV, scale_R = ce_R, wide_RV, 1 / sum_R
         if keep_error:
-            logits_RV.copy_(wide_RV)
+            logits_RV.copy_(error_RV)
         parts.append((ce_R, loss_R, correct_R, scale_R))
     return _Rows(*(torch.cat(column) for column in zip(*parts, strict=True)))
 

@@ -148,6 +148,24 @@ def test_tiles_give_the_values_and_gradients_of_the_dense_table() -> None:
         torch.testing.assert_close(tiled, dense, rtol=0, atol=1e-12)
 
 
+def test_gradients_of_tiles_in_bfloat16_are_as_good_as_those_of_the_dense_table() -> None:
+    row = random_row(3, [90, 40, 70], 2, 12, 16)
+    tiles = cut_tiles(block_visibility(*row), 202, 192, 64)
+
+    def gradients(mask: Tensor | TiledMask, dtype: torch.dtype) -> list[Tensor]:
+        qkv = [x.detach().bfloat16().to(dtype).requires_grad_() for x in random_qkv(row, dtype)]
+        out_NQH = attend(*qkv, mask)
+        toward_NQH = torch.randn(out_NQH.shape, generator=torch.Generator().manual_seed(1))
+        out_NQH.backward(toward_NQH.bfloat16().to(dtype))
+        return [x.grad.double() for x in qkv if x.grad is not None]
+
+    exact = gradients(table(row), torch.float64)
+    dense, tiled = (gradients(mask, torch.bfloat16) for mask in (table(row), tiles))
+    for truth, of_dense, of_tiles in zip(exact, dense, tiled, strict=True):
+        error, usual = ((own - truth).norm() / truth.norm() for own in (of_tiles, of_dense))
+        assert error < max(2 * usual, 0.01)
+
+
 def test_flex_attention_gives_the_values_of_the_dense_table() -> None:
     row = random_row(5, [9, 4, 7], 2, 7, 4)
     mask = create_block_mask(block_visibility(*row), None, None, 28, 50, "cpu")
