@@ -1,4 +1,4 @@
-"""`python -m tests.bench`: codecs and layouts on real states, as tables and as JSON."""
+"""`python -m tests.bench`: codecs, layouts, capture and the training step, as tables and as JSON."""
 
 import json
 import os
