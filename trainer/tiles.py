@@ -14,7 +14,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
 TILE_QUERIES = 128
-"""Queries of one tile."""
+"""Queries of one tile. Forward and backward of 64 blocks of 16 over 1,024 tokens, 9 heads of 64 on
+3 key heads, bfloat16, 2 threads: 70 ms of CPU in one document and 47 ms in four. Tiles of 64 and
+256 are within a fifth of that; 32 loses a third."""
 
 Predicate: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(batch, head, query, key) -> bool, broadcast over integer tensors: flex_attention's mask_mod."""

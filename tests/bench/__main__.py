@@ -1,4 +1,4 @@
-"""`python -m tests.bench`: codecs, layouts, capture and the training step, as tables and as JSON."""
+"""`python -m tests.bench`: codecs, layouts, capture and the training step: tables, or JSON."""
 
 import json
 import os
