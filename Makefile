@@ -48,7 +48,7 @@ overrides = $(foreach pair,$(SET),--set '$(pair)')
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help install cache train test test-interop check format bench
+.PHONY: help install cache train test test-interop check format bench bench-peers
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -112,18 +112,21 @@ check: $(VENV)/installed-dev ## Formatting, lint, types, import boundaries
 test: check $(DEMO) $(QWEN3) ## Pass the tests (and `make check`)
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
-# Other projects in environments of their own; torch first, so that its CPU wheel is taken.
+test-interop: $(VENV)/installed-dev .venv-speculators/installed ## Load exported drafters in the real speculators
+	$(BIN)/python -m pytest -m interop tests/interop
+
+bench: $(VENV)/installed-dev $(DEMO) ## Measure codecs, reads, capture and the step, on real states
+	$(BIN)/python -m tests.bench
+
+# Other trainers, for `make bench`, each with its own versions. Only what their offline training on
+# a CPU imports, hence --no-deps; torch comes first, as the build that the package index serves.
+bench-peers: .venv-speculators/installed .venv-specforge/installed ## Install speculators and SpecForge, to compare
+
 .venv-%/installed: tests/bench/peers/%.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --disable-pip-version-check torch==2.13.0
 	$(@D)/bin/python -m pip install --disable-pip-version-check --no-deps -r $<
 	touch $@
-
-test-interop: $(VENV)/installed-dev .venv-speculators/installed ## Load exported drafters in the real speculators
-	$(BIN)/python -m pytest -m interop tests/interop
-
-bench: $(VENV)/installed-dev $(DEMO) ## Measure codecs and read speed on real states
-	$(BIN)/python -m tests.bench
 
 format: $(VENV)/installed-dev ## Rewrite the sources in the project's format
 	$(BIN)/ruff format .

@@ -1,13 +1,19 @@
 """The benchmark runs and its figures are sane, on states of tiny random models."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from shared.codec import PRESETS
+from tests.bench import step
+from tests.bench.__main__ import step_table
 from tests.bench.codecs import calibrated, measure_sizes, measure_speed, noise
 from tests.bench.layouts import OURS, OURS_BFLOAT16, RAW, Ours, all_layouts
+from tests.bench.peers.stamps import Stamps, start_from
 from tests.bench.reads import breakeven, measure_reads
 from tests.bench.states import States, random_states, widened
 from tests.test_shared.made import bits
@@ -81,3 +87,77 @@ def test_read_figures_are_sane(models: list[States], tmp_path: Path) -> None:
         serial, overlapped = breakeven(rows[name], rows[RAW])
         assert serial > 0
         assert overlapped == rows[name].warm_random
+
+
+def timed(*, seconds: float, loss: float = 38.0, parameters: int = 7) -> dict[str, Any]:
+    """What a trainer writes of four steps and the two before them that do not count."""
+    return {
+        "wall_seconds": [9.0, *[2 * seconds] * 4],
+        "cpu_seconds": [9.0, *[seconds] * 4],
+        "losses": [loss, *[20.0] * 5],
+        "peak_bytes": 10**9,
+        "version": "1.0",
+        "num_parameters": parameters,
+        "loss_scale": 1.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("peer", "message"),
+    [
+        ({"parameters": 8}, "specforge trains 8 parameters, ours 7"),
+        ({"loss": 50.0}, "specforge starts at a loss of 50.00, ours at 38.00"),
+        ({}, None),
+    ],
+)
+def test_steps_are_compared_only_where_the_work_is_the_same(
+    peer: dict[str, Any], message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = {
+        "ours": timed(seconds=1.0),
+        "specforge": timed(seconds=1.5, **peer),
+    }
+    order = []
+
+    def run(name: str, *given: Any) -> dict[str, Any]:
+        order.append(name)
+        return runs[name]
+
+    monkeypatch.setattr(step, "_run", run)
+    monkeypatch.setattr(step, "step_data", lambda *given, **named: None)
+    monkeypatch.setattr(step, "absent_peers", lambda: ["speculators"])
+    if message is not None:
+        with pytest.raises(RuntimeError, match=message):
+            step.measure_step(tmp_path, rounds=1, steps=4, shape=step.Shape())
+        return
+    rows = step.measure_step(tmp_path, rounds=2, steps=4, shape=step.Shape())
+    assert order == ["ours", "specforge", "specforge", "ours"]
+    assert [row.cpu_seconds for row in rows] == [1.0, 1.5]
+    assert [row.num_steps for row in rows] == [8, 8]
+    assert rows[0].tokens_per_second == 512
+    table = step_table(rows, step.Shape())
+    assert "ours takes 1/1.50 of the CPU time of specforge" in table
+    assert "1.50 times the tokens/s" in table
+
+
+def test_stamps_are_differences_between_steps(tmp_path: Path) -> None:
+    stamps = Stamps()
+    for loss in (3.0, 2.0, 1.5):
+        stamps.add(loss)
+    stamps.write(str(tmp_path / "result.json"), loss_scale=2.0)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["losses"] == [3.0, 2.0, 1.5]
+    assert len(result["wall_seconds"]) == len(result["cpu_seconds"]) == 2
+    assert min(result["wall_seconds"]) >= 0
+    assert result["peak_bytes"] > 2**20
+    assert result["loss_scale"] == 2.0
+
+
+def test_trainers_start_only_from_weights_of_their_own_shape(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    wanted = {"weight": torch.ones(2, 3), "bias": torch.zeros(2)}
+    save_file(wanted, tmp_path / "weights.safetensors")
+    assert start_from(model, str(tmp_path / "weights.safetensors")) == 8
+    assert torch.equal(model.weight, wanted["weight"])
+    with pytest.raises(ValueError, match="not the same drafter"):
+        start_from(torch.nn.Linear(3, 4), str(tmp_path / "weights.safetensors"))

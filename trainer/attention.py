@@ -13,7 +13,6 @@ G key heads, H head size.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -27,35 +26,7 @@ from torch.nn.attention.flex_attention import (
 )
 from torch.nn.functional import scaled_dot_product_attention
 
-TILE_QUERIES = 128
-"""Queries of one CPU tile. Forward and backward of 256 blocks of 16 over 1,024 tokens, 9 heads
-of 64, 2 threads, float32: 280 ms in one document and 110 ms in four, against 1,400 and 1,300 ms
-for the dense table. Tiles of 64 and 256 are within a fifth of that; 512 loses up to 70 %."""
-
-Predicate: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(batch, head, query, key) -> bool, broadcast over integer tensors: flex_attention's mask_mod."""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Tile:
-    """What a run of whole blocks sees: one span of the context, and the blocks themselves."""
-
-    context: slice
-    """Smallest span that holds every context token seen by any query of the tile."""
-
-    visible_QT: Tensor
-    """bool [tile queries, span + tile queries]."""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class TiledMask:
-    """The rule, cut into tiles of queries, so that invisible keys are mostly not touched."""
-
-    tile_queries: int
-    """Queries of each tile but perhaps the last."""
-
-    tiles: tuple[Tile, ...]
-
+from trainer.tiles import TILE_QUERIES, Predicate, TiledMask, attend_tiles, cut_tiles
 
 Mask: TypeAlias = Tensor | TiledMask | BlockMask
 
@@ -131,62 +102,22 @@ def build_mask(
     return mask[0, 0] if isinstance(mask, Tensor) else mask
 
 
-def cut_tiles(
-    visible: Predicate, num_context: int, num_queries: int, tile_queries: int
-) -> TiledMask:
-    """Evaluate the predicate tile by tile, keeping of the context only the span that is seen.
-
-    `tile_queries` must be a multiple of the block size: a block in two tiles would lose keys.
-    """
-    zero = torch.zeros((), dtype=torch.int64)
-    context_S = torch.arange(num_context)
-    tiles = []
-    for query_Q in torch.split(torch.arange(num_queries), tile_queries):
-        context_QS = visible(zero, zero, query_Q[:, None], context_S[None])
-        own_QQ = visible(zero, zero, query_Q[:, None], num_context + query_Q[None])
-        seen = context_QS.any(dim=0).nonzero().flatten().tolist()
-        span = slice(seen[0], seen[-1] + 1) if seen else slice(0, 0)
-        tiles.append(Tile(span, torch.cat([context_QS[:, span], own_QQ], dim=1)))
-    return TiledMask(tile_queries, tuple(tiles))
-
-
 def attend(q_NQH: Tensor, k_GTH: Tensor, v_GTH: Tensor, mask: Mask) -> Tensor:
     """Softmax attention of the slots over [context ; slots], [N, Q, H], scaled by H ** -0.5.
 
     Query head n reads key head n // (N / G). All three tensors share one dtype.
     """
     if isinstance(mask, TiledMask):
-        return _attend_tiles(q_NQH, k_GTH, v_GTH, mask)
+        return attend_tiles(q_NQH, k_GTH, v_GTH, mask)
     if isinstance(mask, BlockMask):
         run: Any = _compiled(flex_attention) if q_NQH.is_cuda else flex_attention
         out_NQH: Tensor = run(
             q_NQH[None], k_GTH[None], v_GTH[None], block_mask=mask, enable_gqa=True
         )[0]
         return out_NQH
-    return _attend_dense(q_NQH, k_GTH, v_GTH, mask)
-
-
-def _attend_dense(q_NQH: Tensor, k_GTH: Tensor, v_GTH: Tensor, visible_QT: Tensor) -> Tensor:
     return scaled_dot_product_attention(
-        q_NQH[None], k_GTH[None], v_GTH[None], attn_mask=visible_QT, enable_gqa=True
+        q_NQH[None], k_GTH[None], v_GTH[None], attn_mask=mask, enable_gqa=True
     )[0]
-
-
-def _attend_tiles(q_NQH: Tensor, k_GTH: Tensor, v_GTH: Tensor, mask: TiledMask) -> Tensor:
-    num_queries = q_NQH.shape[1]
-    sections = [k_GTH.shape[1] - num_queries, num_queries]
-    k_context, k_blocks = torch.split(k_GTH, sections, dim=1)
-    v_context, v_blocks = torch.split(v_GTH, sections, dim=1)
-    outs = []
-    for tile, q, k, v in zip(
-        mask.tiles,
-        *(torch.split(x, mask.tile_queries, dim=1) for x in (q_NQH, k_blocks, v_blocks)),
-        strict=True,
-    ):
-        k_seen = torch.cat([k_context[:, tile.context], k], dim=1)
-        v_seen = torch.cat([v_context[:, tile.context], v], dim=1)
-        outs.append(_attend_dense(q, k_seen, v_seen, tile.visible_QT))
-    return torch.cat(outs, dim=1)
 
 
 @cache

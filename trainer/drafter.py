@@ -19,21 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainer.attention import Mask, attend
+from trainer.norm import RMSNorm
 from trainer.recipe import DrafterConfig
 from trainer.rotary import Angles, rotary_angles, rotate
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm in float32, returned in the dtype of its input."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        normed = functional.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
-        return normed.to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -51,11 +39,16 @@ class Attention(nn.Module):
 
     def forward(self, block_QD: Tensor, context_SD: Tensor, angles: Angles, mask: Mask) -> Tensor:
         num_context = context_SD.shape[0]
-        q_QNH = self.q_norm(self._heads(self.q_proj(block_QD)))
-        k_TGH = self.k_norm(
-            self._heads(torch.cat([self.k_proj(context_SD), self.k_proj(block_QD)]))
-        )
-        v_TGH = self._heads(torch.cat([self.v_proj(context_SD), self.v_proj(block_QD)]))
+        # One product for all that reads the same input: narrow ones take as long as wide ones.
+        key_value = [self.k_proj.weight, self.v_proj.weight]
+        context_SE = functional.linear(context_SD, torch.cat(key_value))
+        block_QE = functional.linear(block_QD, torch.cat([self.q_proj.weight, *key_value]))
+        widths = [len(self.q_proj.weight), context_SE.shape[1]]
+        q_QE, block_kv_QE = torch.split(block_QE, widths, dim=1)
+        k_TE, v_TE = torch.cat([context_SE, block_kv_QE]).chunk(2, dim=1)
+        q_QNH = self.q_norm(self._heads(q_QE))
+        k_TGH = self.k_norm(self._heads(k_TE))
+        v_TGH = self._heads(v_TE)
         q_QNH = rotate(q_QNH, Angles(*(x_TH[num_context:] for x_TH in angles)))
         k_TGH = rotate(k_TGH, angles)
         out_NQH = attend(q_QNH.transpose(0, 1), k_TGH.transpose(0, 1), v_TGH.transpose(0, 1), mask)

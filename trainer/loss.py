@@ -13,7 +13,7 @@ Letters: A anchors, K block size, D hidden size, V vocabulary, M supervised slot
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,6 +25,11 @@ from trainer.teacher import Teacher
 WeighFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(ce_AK, supervised_AK) -> float32 weight_AK, without gradient, 0 where not supervised. Each
 anchor's weights depend on that anchor alone."""
+
+_BYTES_PER_CORE = 3 << 19
+"""Of float32 logits that a core works on at a time: what stays in a second-level cache. Rows of
+a vocabulary of 49,152 are then reduced eight at a time, in 80 ms for 960 rows against 180 ms in
+one piece."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -161,34 +166,71 @@ def _sweep(
         label_M = label_AK.flatten()[slot_M]
         hidden_MD = hidden_AKD.flatten(0, 1)[slot_M].to(lm_head_VD.dtype)
         logits_MV = hidden_MD @ lm_head_VD.T
-        own_M = logits_MV.gather(1, label_M[:, None])[:, 0].float()
-        peak_M = logits_MV.amax(dim=-1).float()
-        # The logits are the largest tensor of the step: each pass over them counts. This one
-        # subtracts and widens at once; the label's share of the gradient is added rows of the head.
-        exp_MV = (logits_MV - peak_M[:, None]).exp_()
-        sum_M = exp_MV.sum(dim=-1)
-        ce_M = sum_M.log() + peak_M - own_M
-        ce_AK.view(-1)[slot_M] = ce_M
-        correct_AK.view(-1)[slot_M] = _is_first_peak(logits_MV, label_M, own_M == peak_M)
+        own_MV = None if teacher is None else teacher.logits(slot_M)
+        rows = _reduce(logits_MV, label_M, teacher, own_MV, keep_error=grad_AKD is not None)
+        del own_MV
+        ce_AK.view(-1)[slot_M] = rows.ce_M
+        correct_AK.view(-1)[slot_M] = rows.correct_M
         weight_AK = weigh(ce_AK[chunk], supervised_AK[chunk])
         weight_M = weight_AK.flatten()[slot_M - first * block_size]
-        loss_M = ce_M
-        if teacher is not None:
-            del exp_MV
-            loss_M, error_MV = teacher.diverge(logits_MV, slot_M)
-        loss_AK.view(-1)[slot_M] = loss_M
-        loss_sum += weight_M @ loss_M
+        loss_AK.view(-1)[slot_M] = rows.loss_M
+        loss_sum += weight_M @ rows.loss_M
         weight_sum += weight_M.sum()
         if grad_AKD is not None:
-            if teacher is None:
-                scale_M1 = (weight_M / sum_M)[:, None]
-                error_MV = torch.mul(exp_MV, scale_M1, out=logits_MV)
-                grad_MD = error_MV @ lm_head_VD - weight_M[:, None] * lm_head_VD[label_M]
-            else:
-                error_MV = error_MV.mul_(weight_M[:, None]).to(lm_head_VD.dtype)
-                grad_MD = error_MV @ lm_head_VD
+            grad_MD = (logits_MV @ lm_head_VD) * (weight_M * rows.scale_M)[:, None]
+            if teacher is None:  # the label's share of the gradient is a row of the head
+                grad_MD -= weight_M[:, None] * lm_head_VD[label_M]
             grad_AKD.view(-1, grad_AKD.shape[-1])[slot_M] = grad_MD.to(grad_AKD.dtype)
     return loss_sum, weight_sum, ce_AK, loss_AK, correct_AK
+
+
+class _Rows(NamedTuple):
+    """Of each slot of a chunk."""
+
+    ce_M: Tensor
+    loss_M: Tensor
+    correct_M: Tensor
+    scale_M: Tensor
+    """What the error kept in place of the logits is to be multiplied by."""
+
+
+def _reduce(
+    logits_MV: Tensor,
+    label_M: Tensor,
+    teacher: Teacher | None,
+    own_MV: Tensor | None,
+    *,
+    keep_error: bool,
+) -> _Rows:
+    """Reduce the logits in float32 and, if asked, put the error of each in their place.
+
+    The error is the gradient of the loss with respect to the logits, divided by `scale_M`; of
+    the cross-entropy without the label's share. Logits are the largest tensor of the step, and
+    each pass over them counts: on a CPU a few rows at a time go through all passes while they
+    lie in its cache, and only they exist in float32.
+    """
+    num_rows, num_logits = logits_MV.shape
+    if logits_MV.device.type == "cpu":
+        num_rows = torch.get_num_threads() * max(1, _BYTES_PER_CORE // (4 * num_logits))
+    parts = []
+    for start in range(0, len(logits_MV), num_rows):
+        part = slice(start, start + num_rows)
+        logits_RV, label_R = logits_MV[part], label_M[part]
+        wide_RV = logits_RV.to(torch.float32, copy=True)
+        peak_R = wide_RV.amax(dim=-1)
+        gold_R = wide_RV.gather(1, label_R[:, None])[:, 0]
+        correct_R = _is_first_peak(wide_RV, label_R, gold_R == peak_R)
+        if teacher is not None and own_MV is not None:
+            loss_R, error_RV = teacher.diverge(own_MV[part], wide_RV)
+        sum_R = wide_RV.sub_(peak_R[:, None]).exp_().sum(dim=-1)
+        ce_R = sum_R.log() + peak_R - gold_R
+        scale_R = torch.ones_like(sum_R)
+        if own_MV is None:
+            loss_R, error_RV, scale_R = ce_R, wide_RV, 1 / sum_R
+        if keep_error:
+            logits_RV.copy_(error_RV)
+        parts.append((ce_R, loss_R, correct_R, scale_R))
+    return _Rows(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 def _is_first_peak(logits_MV: Tensor, label_M: Tensor, is_peak_M: Tensor) -> Tensor:

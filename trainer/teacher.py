@@ -27,13 +27,16 @@ class Teacher:
     state_AK: Tensor
     """int64: the token whose state predicts the slot's label; read only where supervised."""
 
-    def diverge(self, logits_MV: Tensor, slot_M: Tensor) -> tuple[Tensor, Tensor]:
-        """Divergence of the drafter's `logits_MV` from the target at the flat slots `slot_M`.
+    def logits(self, slot_M: Tensor) -> Tensor:
+        """The target's own logits at the flat slots `slot_M`, [M, V]."""
+        return self.head.logits(self.last_hidden_SD[self.state_AK.flatten()[slot_M]])
+
+    def diverge(self, own_MV: Tensor, logits_MV: Tensor) -> tuple[Tensor, Tensor]:
+        """Divergence of the drafter's `logits_MV` from the target's own.
 
         Returns:
-            float32 [M], and its gradient with respect to the logits, float32 [M, V].
+            float32 [M], and its gradient with respect to the drafter's logits, float32 [M, V].
         """
-        own_MV = self.head.logits(self.last_hidden_SD[self.state_AK.flatten()[slot_M]])
         return (kl_divergence if self.kind == "kl" else total_variation)(own_MV, logits_MV)
 
 

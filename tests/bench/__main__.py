@@ -1,4 +1,4 @@
-"""`python -m tests.bench`: codecs and layouts on real states, as tables and as JSON."""
+"""`python -m tests.bench`: codecs, layouts, capture and the training step: tables, or JSON."""
 
 import json
 import os
@@ -28,22 +28,29 @@ from tests.bench.codecs import (
 from tests.bench.layouts import CODEC, OURS, OURS_BFLOAT16, RAW
 from tests.bench.reads import ReadRow, breakeven, measure_reads
 from tests.bench.states import States, demo_states, random_states, widened
+from tests.bench.step import Shape, StepRow, absent_peers, measure_step
 from tests.conftest import REPOSITORY
 
 DIRECTORY = REPOSITORY / ".demo" / "bench"
-PART_NAMES = ("store", "capture")
+PART_NAMES = ("store", "capture", "step")
 
 
 @click.command()
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--quick", is_flag=True, help="A quarter of the tokens, fewer rounds: two minutes.")
-@click.option("--only", type=click.Choice(PART_NAMES), help="Codecs and reads, or stage one.")
+@click.option(
+    "--only",
+    type=click.Choice(PART_NAMES),
+    help="Codecs and reads, stage one, or the training step.",
+)
 def main(json_path: Path | None, quick: bool, only: str | None) -> None:
-    """Measure codecs, read speed and capture on the demo target."""
+    """Measure codecs, read speed, capture and the training step on the demo target."""
     keep_freed_memory()
     began, loads = time.perf_counter(), [os.getloadavg()[0]]
     facts: dict[str, Any] = {}
-    for name, part in zip(PART_NAMES, (measure_store, measure_stage_one), strict=True):
+    for name, part in zip(
+        PART_NAMES, (measure_store, measure_stage_one, measure_stage_two), strict=True
+    ):
         if only in (None, name):
             facts |= part(quick)
     loads.append(os.getloadavg()[0])
@@ -95,6 +102,21 @@ def measure_stage_one(quick: bool) -> dict[str, Any]:
         rows = measure_capture(directory, num_rows=40 if quick else 100, rounds=1 if quick else 3)
     click.echo(capture_table(rows))
     return {"capture": [asdict(row) for row in rows]}
+
+
+def measure_stage_two(quick: bool) -> dict[str, Any]:
+    """The training step, ours and the peers'; prints a table for each shape."""
+    facts = {}
+    for anchors in (64,) if quick else (64, 16):
+        shape = Shape(anchors=anchors)
+        rows = measure_step(
+            DIRECTORY, rounds=1 if quick else 3, steps=4 if quick else 8, shape=shape
+        )
+        click.echo(step_table(rows, shape))
+        facts[f"step, {anchors} anchors"] = [asdict(row) for row in rows]
+    if absent := absent_peers():
+        click.echo(f"Left out: {', '.join(absent)}. `make bench-peers` installs them.\n")
+    return facts
 
 
 @contextmanager
@@ -204,6 +226,38 @@ def capture_table(rows: Sequence[CaptureRow]) -> str:
             for row in rows
         ],
     )
+
+
+def step_table(rows: Sequence[StepRow], shape: Shape) -> str:
+    best = min(rows[1:], key=lambda row: row.cpu_seconds, default=None)
+    text = _table(
+        f"Training step: {shape.layers} layers, {shape.anchors} blocks of {shape.block_size} in "
+        f"one sample of {shape.tokens:,} tokens, cross-entropy with decay, AdamW, products in "
+        f"bfloat16, {os.cpu_count()} threads, medians of {rows[0].num_steps} steps. CPU: seconds "
+        "of all cores",
+        ["trainer", "CPU s", "over ours", "wall s", "tokens/s", "peak MB", "first loss", "last"],
+        [
+            [
+                f"{row.trainer} {row.version}".strip(),
+                f"{row.cpu_seconds:.2f}",
+                f"{row.cpu_seconds / rows[0].cpu_seconds:.2f}",
+                f"{row.wall_seconds:.2f}",
+                f"{row.tokens_per_second:,.0f}",
+                f"{row.peak_bytes / 1e6:,.0f}",
+                f"{row.first_loss:.2f}",
+                f"{row.last_loss:.2f}",
+            ]
+            for row in rows
+        ],
+    )
+    if best is not None:
+        text += (
+            f"ours takes 1/{best.cpu_seconds / rows[0].cpu_seconds:.2f} of the CPU time of "
+            f"{best.trainer}, the faster of the others, and "
+            f"{rows[0].tokens_per_second / max(r.tokens_per_second for r in rows[1:]):.2f} times "
+            "the tokens/s by wall time of the fastest\n"
+        )
+    return text
 
 
 def _described(states: States) -> str:

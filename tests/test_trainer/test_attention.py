@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
-from trainer.attention import TiledMask, attend, block_visibility, build_mask, cut_tiles
+from trainer.attention import attend, block_visibility, build_mask
+from trainer.tiles import TiledMask, cut_tiles
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:flex_attention called without torch.compile"  # eager on purpose: tiny and on CPU
@@ -173,6 +174,24 @@ def test_tiles_give_the_values_and_gradients_of_the_dense_table() -> None:
     for dense, tiled in zip(*results, strict=True):
         assert dense.abs().sum() > 0
         torch.testing.assert_close(tiled, dense, rtol=0, atol=1e-12)
+
+
+def test_gradients_of_tiles_in_bfloat16_are_as_good_as_those_of_the_dense_table() -> None:
+    row = random_row(3, [90, 40, 70], 2, 12, 16)
+    tiles = cut_tiles(block_visibility(*row), 202, 192, 64)
+
+    def gradients(mask: Tensor | TiledMask, dtype: torch.dtype) -> list[Tensor]:
+        qkv = [x.detach().bfloat16().to(dtype).requires_grad_() for x in random_qkv(row, dtype)]
+        out_NQH = attend(*qkv, mask)
+        toward_NQH = torch.randn(out_NQH.shape, generator=torch.Generator().manual_seed(1))
+        out_NQH.backward(toward_NQH.bfloat16().to(dtype))
+        return [x.grad.double() for x in qkv if x.grad is not None]
+
+    exact = gradients(table(row), torch.float64)
+    dense, tiled = (gradients(mask, torch.bfloat16) for mask in (table(row), tiles))
+    for truth, of_dense, of_tiles in zip(exact, dense, tiled, strict=True):
+        error, usual = ((own - truth).norm() / truth.norm() for own in (of_tiles, of_dense))
+        assert error < max(2 * usual, 0.01)
 
 
 def test_flex_attention_gives_the_values_of_the_dense_table() -> None:

@@ -147,6 +147,30 @@ def test_loss_and_gradient_equal_cross_entropy_over_all_logits(
     )
 
 
+@pytest.mark.parametrize("num_rows", [1, 2, 4])
+def test_rows_are_reduced_a_few_at_a_time(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So few as fit the cache of a core; with any number of them the result is the same."""
+    hidden_AKD, lm_head_VD, label_AK, supervised_AK = problem()
+
+    def measure() -> tuple[BlockLoss, Tensor, int]:
+        with Recorder() as recorder:
+            loss = drafter_loss(
+                hidden_AKD, lm_head_VD, label_AK, supervised_AK, DPACE, anchors_per_chunk=3
+            )
+        return loss, gradient(loss.loss_sum, hidden_AKD), recorder.names.count("exp_")
+
+    whole, whole_AKD, num_parts = measure()
+    assert num_parts == 3  # one for each chunk
+    monkeypatch.setattr("trainer.loss._BYTES_PER_CORE", 4 * V * num_rows)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
+    loss, grad_AKD, num_parts = measure()
+    rows = [int(own.sum()) for own in torch.split(supervised_AK, 3)]
+    assert num_parts == sum(-(-count // num_rows) for count in rows)
+    assert torch.equal(loss.correct_AK, whole.correct_AK)
+    torch.testing.assert_close(loss.ce_AK, whole.ce_AK)
+    torch.testing.assert_close(grad_AKD, whole_AKD)
+
+
 def test_labels_are_not_read_where_nothing_is_supervised() -> None:
     hidden_AKD, lm_head_VD, label_AK, supervised_AK = problem()
     label_AK = torch.where(supervised_AK, label_AK, 10**6)
