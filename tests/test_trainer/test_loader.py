@@ -329,7 +329,9 @@ def test_ctrl_c_ends_the_loader_at_once_and_leaves_no_thread(
     gate = Gate(monkeypatch, lambda *_: True)
 
     def interrupt() -> None:
-        wait_until(lambda: gate.num_held == 2, "the threads do not read")
+        wait_until(
+            lambda: gate.num_held == 2 and loader._pool._work_queue.qsize() == 18, "no reads"
+        )
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         wait_until(lambda: bool(interrupted), "Ctrl-C was not seen")
         gate.let_through()
@@ -342,15 +344,12 @@ def test_ctrl_c_ends_the_loader_at_once_and_leaves_no_thread(
         shutdown(pool, **options)
 
     monkeypatch.setattr(ThreadPoolExecutor, "shutdown", noting)
+    loader = open_loader(cache, [of(number) for number in range(20)], threads=2, queue=20)
     helper = threading.Thread(target=interrupt)
-    stream = [of(number) for number in range(20)]
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         helper.start()
-        with (
-            pytest.raises(KeyboardInterrupt),
-            open_loader(cache, stream, threads=2, queue=20) as loader,
-        ):
+        with pytest.raises(KeyboardInterrupt), loader:
             next(iter(loader))
     finally:
         signal.signal(signal.SIGINT, before)
