@@ -61,11 +61,11 @@ $(VENV)/installed: pyproject.toml .constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Error: $(PYTHON) is older than Python 3.11. Set PYTHON=python3.11 or newer." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install -c .constraints.txt -e '.[datasets,gguf,endpoint,report,s3]'
+	$(PIP) install -c .constraints.txt -e '.[datasets,gguf,endpoint,report,s3,sweep]'
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	$(PIP) install -c .constraints.txt -e '.[datasets,gguf,endpoint,import,ray,report,s3,dev]'
+	$(PIP) install -c .constraints.txt -e '.[datasets,gguf,endpoint,import,ray,report,s3,sweep,dev]'
 	$(PIP) install --no-deps dflash==0.1.0
 	touch $@
 

@@ -31,14 +31,7 @@ def load(schema: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
     Raises:
         ConfigError: the file cannot be read, or a key or value does not fit.
     """
-    try:
-        tree = tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such configuration file.") from None
-    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, numbers beyond Python's
-        raise ConfigError(f"{path}: not TOML: {error}") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}).") from None
+    tree = read_toml(path)
     try:
         return build(schema, _overridden(tree, overrides))
     except ConfigError as error:
@@ -47,13 +40,29 @@ def load(schema: type[T], path: Path, overrides: Sequence[str] = ()) -> T:
         raise ConfigError(f"{path}: {error}") from None
 
 
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such configuration file.") from None
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, numbers beyond Python's
+        raise ConfigError(f"{path}: not TOML: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}).") from None
+
+
 def build(schema: type[T], tree: Mapping[str, Any], where: str = "") -> T:
     """Turn a tree of plain values into `schema`. `where` prefixes the messages."""
     hints = typing.get_type_hints(schema)
     fields = {field.name: field for field in dataclasses.fields(schema)}  # type: ignore[arg-type]  # T is a dataclass
     for key in tree:
         if key not in fields:
-            raise ConfigError(f"{_at(where)}unknown key {key!r}{_suggest(key, list(fields))}")
+            raise ConfigError(f"{_at(where)}unknown key {key!r}{suggest(key, list(fields))}")
     values: dict[str, Any] = {}
     for name, field in fields.items():
         if name in tree:
@@ -66,6 +75,24 @@ def build(schema: type[T], tree: Mapping[str, Any], where: str = "") -> T:
         raise
     except ValueError as error:
         raise ConfigError(f"{_at(where)}{error}") from None
+
+
+def kind_of(schema: type[Any], key: str) -> Any:
+    """The type of the setting `section.name` of `schema`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    kind: Any = schema
+    for name in key.split("."):
+        hints = typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
+        if name not in hints:
+            hint = suggest(name, list(hints)) if hints else ", which lies in no section"
+            raise ConfigError(f"{key}: unknown key {name!r}{hint}")
+        kind = hints[name]
+    if dataclasses.is_dataclass(kind):
+        raise ConfigError(f"{key}: is a section, expected a setting of it")
+    return kind
 
 
 def to_dict(config: Any) -> Any:
@@ -163,7 +190,7 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
         return _convert_union(arguments, value, where)
     if origin is Literal:
         if not any(value == choice and type(value) is type(choice) for choice in arguments):
-            hint = _suggest(_short(value).strip("'"), [str(choice) for choice in arguments])
+            hint = suggest(_short(value).strip("'"), [str(choice) for choice in arguments])
             raise ConfigError(
                 f"{where}: expected one of {list(arguments)}, got {_short(value)}{hint}"
             )
@@ -248,6 +275,7 @@ def _at(where: str) -> str:
     return f"{where}: " if where else ""
 
 
-def _suggest(word: str, choices: list[str]) -> str:
+def suggest(word: str, choices: list[str]) -> str:
+    """What a message adds about `word`, which is none of `choices`."""
     close = difflib.get_close_matches(word, choices, n=1)
     return f", did you mean {close[0]!r}?" if close else f" (known: {', '.join(sorted(choices))})"

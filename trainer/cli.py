@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from shared import cli, config, log
+from shared.errors import RunError
 from shared.location import Location
 from trainer.config import TrainConfig
 from trainer.run import Run
@@ -23,6 +24,7 @@ def main() -> None:
       trainer export RUN
       trainer summary RUN
       trainer doctor RUN
+      trainer sweep --config run.toml --space sweep.toml -o SWEEP
     """
 
 
@@ -55,6 +57,48 @@ def train_command(path: Path, overrides: tuple[str, ...], resume: bool) -> None:
             Run(settings.run.path).start_afresh()
         ranks.gather("begin")  # when what is not to be resumed is gone
         stopped_by = train(settings, ranks)
+    if stopped_by is not None:
+        raise click.exceptions.Exit(128 + stopped_by)
+
+
+@main.command("sweep")
+@cli.config_options
+@click.option(
+    "--space",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="TOML file whose section [sweep] says what to vary and what to look for.",
+)
+@click.option("--trials", type=click.IntRange(min=1), help="Instead of the file's.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Trials at a time; instead of the file's.")
+@click.option(
+    "-o", "--out", type=click.Path(path_type=Path), required=True, help="Directory of the sweep."
+)
+def sweep_command(
+    path: Path,
+    overrides: tuple[str, ...],
+    space: Path,
+    trials: int | None,
+    jobs: int | None,
+    out: Path,
+) -> None:
+    """Search settings by many runs on one cache; a table and OUT/sweep.html at the end.
+
+    Each trial is a `trainer train` of its own. Ctrl-C and SIGTERM have them finish their steps
+    and save; stopped or killed at any moment, the same command goes on. Exit code 1 if all
+    trials failed.
+    """
+    try:
+        from trainer.sweep.command import run_sweep
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("optuna", "plotly"):
+            raise
+        raise RunError(
+            f"a sweep needs {error.name}, which is not installed. Install it: "
+            "pip install 'draftcache[sweep]'."
+        ) from None
+
+    stopped_by = run_sweep(out, space, path, overrides, trials=trials, jobs=jobs, say=click.echo)
     if stopped_by is not None:
         raise click.exceptions.Exit(128 + stopped_by)
 

@@ -15,7 +15,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from shared.errors import CacheError, RunError
+from shared.errors import CacheError, DraftCacheError, RunError
 from trainer.anchors import draw_anchors
 from trainer.batch import Batch, collate
 from trainer.caches import Caches
@@ -97,10 +97,15 @@ class Loader:
             sample_id = self._cache.index.sample_id(position)
             try:
                 sample = self._cache.read(position)
+            except DraftCacheError as error:
+                raise type(error)(f"sample {sample_id}: {error}") from error
             except (OSError, ValueError, MemoryError) as error:
                 raise CacheError(
                     f"{self._cache}: sample {sample_id} cannot be read ({error})."
                 ) from error
+            except Exception as error:  # a bug, which keeps its traceback
+                error.add_note(f"while sample {sample_id} of {self._cache} was read")
+                raise
             drawn = draw_anchors(
                 sample.loss_mask.astype(bool),
                 seed=self._seed,

@@ -133,6 +133,17 @@ class Run:
                 remove_tree(self.path)
             os.close(descriptor)
 
+    def is_locked(self) -> bool:
+        """Whether a process trains here now."""
+        try:
+            with (self.path / _LOCK).open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+        return False
+
     def config(self) -> TrainConfig:
         """The configuration that the run was started with.
 
@@ -169,7 +180,8 @@ class Run:
         path = self.path / _EVALUATIONS / f"step-{step:08d}.json"
         write_json(path, finite({"step": step, **heldout}))
 
-    def evaluations(self, last_step: int) -> list[dict[str, Any]]:
-        """The evaluations up to `last_step`, by step."""
-        found = [read_json(path) for path in (self.path / _EVALUATIONS).glob("step-*.json")]
+    def evaluations(self, last_step: int, *, after: int = -1) -> list[dict[str, Any]]:
+        """The evaluations after step `after` up to `last_step`, by step."""
+        paths = (self.path / _EVALUATIONS).glob("step-*.json")
+        found = [read_json(path) for path in paths if int(path.stem.partition("-")[2]) > after]
         return sorted((e for e in found if e["step"] <= last_step), key=lambda e: int(e["step"]))

@@ -1,10 +1,20 @@
 """Micro-batches come in sampler order with the right states, whatever the threads do."""
 
+import hashlib
+import multiprocessing
+import os
+import re
+import shutil
+import signal
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +22,8 @@ import torch
 
 from shared.cache import Cache
 from shared.codec import PRESETS, Codec
-from shared.errors import ShardCorruptError
+from shared.errors import CacheError, ShardCorruptError
+from shared.shard import StoredSample
 from tests.test_shared.made import make_cache, make_spec
 from trainer.anchors import draw_anchors
 from trainer.batch import Batch, Features, collate
@@ -115,6 +126,65 @@ def test_a_loader_started_later_continues_the_same_stream(tiny_cache: Path) -> N
     assert all(same(a, b) for a, b in zip(whole[17:], load(cache, 13, start=17), strict=True))
 
 
+class Gate:
+    """Reads that wait until they are let through; the others pass. Counts what was read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, holds: Callable[[Cache, int], bool]):
+        self._open = threading.Event()
+        self.num_reads = 0
+        self.num_held = 0
+        lock, original = threading.Lock(), Cache.read
+
+        def read(cache: Cache, position: int) -> StoredSample:
+            held = holds(cache, position) and not self._open.is_set()
+            with lock:
+                self.num_reads += 1
+                self.num_held += held
+            if held:
+                assert self._open.wait(60)
+            return original(cache, position)
+
+        monkeypatch.setattr(Cache, "read", read)
+
+    def let_through(self) -> None:
+        self._open.set()
+
+
+def open_loader(cache: Caches, stream: Iterable[PlannedBatch], threads: int, queue: int) -> Loader:
+    return Loader(
+        cache,
+        np.arange(len(cache.index)),
+        iter(stream),
+        config=LoaderConfig(num_threads=threads, queue_batches=queue),
+        anchors=AnchorConfig(per_sample=8),
+        seed=1,
+    )
+
+
+def wait_until(condition: Callable[[], bool], message: str) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, message
+        time.sleep(0.005)
+
+
+def ready(loader: Loader) -> list[bool]:
+    return [future.done() for future in loader._pending]
+
+
+def of(*samples: int) -> PlannedBatch:
+    return PlannedBatch(epoch=0, position=0, bucket=0, sample=np.array(samples))
+
+
+def drain(loader: Loader, batches: list[Batch]) -> None:
+    for batch in loader:
+        batches.append(batch)
+
+
+def loader_threads() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name.startswith("loader")]
+
+
 def test_a_slow_sample_holds_up_its_own_batch_only(
     tiny_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,32 +192,208 @@ def test_a_slow_sample_holds_up_its_own_batch_only(
     cache = Caches([tiny_cache])
     expected = load(cache, 8)
     slow = next(iter(planned(cache, 1))).sample[0]
-    release = threading.Event()
+    gate = Gate(monkeypatch, lambda _, position: position == slow)
+    with open_loader(cache, planned(cache, 8), threads=2, queue=4) as loader:
+        loader._fill()
+        wait_until(lambda: ready(loader) == [False, True, True, True], "those behind it wait")
+        gate.let_through()
+        batches = list(loader)
+    assert all(same(a, b) for a, b in zip(batches, expected, strict=True))
+
+
+def test_a_slow_shard_holds_up_the_batches_that_need_it_only(
+    tiny_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread more than it has batches in the queue is enough to read all the others."""
+    cache = Caches([tiny_cache])
+    shards = cache.index.shard
+    slow, others = np.flatnonzero(shards == shards[0]), np.flatnonzero(shards != shards[0])
+    stream = [of(slow[0]), of(others[0]), of(slow[1], others[1]), *map(of, others[2:7])]
+    with open_loader(cache, stream, threads=1, queue=1) as loader:
+        expected = list(loader)
+    gate = Gate(monkeypatch, lambda cache, position: position in slow)
+    with open_loader(cache, stream, threads=3, queue=8) as loader:
+        loader._fill()
+        wait_until(lambda: ready(loader) == [False, True, False] + [True] * 5, "others wait")
+        gate.let_through()
+        assert all(same(a, b) for a, b in zip(loader, expected, strict=True))
+
+
+def test_a_slow_worker_holds_up_the_batch_it_has_only(
+    tiny_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is free takes the next batch; none is assigned to the slow one beforehand."""
+    cache = Caches([tiny_cache])
+    expected = load(cache, 20)
+    slow: list[str] = []
+
+    def holds(_: Cache, __: int) -> bool:
+        name = threading.current_thread().name
+        slow.append(name)
+        return name == slow[0]
+
+    gate = Gate(monkeypatch, holds)
+    with open_loader(cache, planned(cache, 20), threads=2, queue=20) as loader:
+        loader._fill()
+        wait_until(lambda: sum(ready(loader)) == 19, "the other worker does not take them all")
+        assert gate.num_held == 1
+        gate.let_through()
+        assert all(same(a, b) for a, b in zip(loader, expected, strict=True))
+
+
+def test_two_sources_of_different_speed_come_in_the_order_of_the_sampler(
+    tiny_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow source takes the threads it needs, never a turn of the fast one, nor its share."""
+    slow_path = tmp_path / "slow"
+    shutil.copytree(tiny_cache, slow_path)
+    cache = Caches([tiny_cache, slow_path])
+    size = len(cache.index) // 2
+    stream = [of(size), of(0), of(1), of(size + 1), *map(of, range(2, 10))]
+    stream += [of(n % size + size * (n % 3 == 0)) for n in range(60)]
+    with open_loader(cache, stream, threads=1, queue=1) as loader:
+        expected = list(loader)
+    gate = Gate(monkeypatch, lambda cache, _: cache.path == slow_path)
+    with open_loader(cache, stream, threads=3, queue=12) as loader:
+        loader._fill()
+        wait_until(
+            lambda: ready(loader) == [False, True, True, False] + [True] * 8, "the fast one waits"
+        )
+        assert gate.num_held == 2
+        gate.let_through()
+        assert all(same(a, b) for a, b in zip(loader, expected, strict=True))
+
+
+def test_memory_is_steady_over_a_thousand_batches(tiny_cache: Path) -> None:
+    """No batch outlives its step, and the process does not grow: all of them would be 57 MB."""
+    cache = Caches([tiny_cache])
+    alive: list[weakref.ref[torch.Tensor]] = []
+    resident, num_bytes = {}, 0
+    with open_loader(cache, planned(cache, 1000), threads=2, queue=4) as loader:
+        for number, batch in enumerate(loader, 1):
+            alive = [ref for ref in alive if ref() is not None] + [
+                weakref.ref(batch.packed.planes_PTW)
+            ]
+            assert len(alive) <= 3  # this one, and what the frames of the loader still name
+            num_bytes += batch.packed.planes_PTW.nbytes * (number > 200)
+            if number in (200, 1000) and Path("/proc/self/statm").exists():
+                pages = int(Path("/proc/self/statm").read_text().split()[1])
+                resident[number] = pages * os.sysconf("SC_PAGE_SIZE")
+    assert number == 1000
+    if resident:
+        assert num_bytes > 30e6
+        assert resident[1000] - resident[200] < num_bytes / 4
+
+
+def digest(batches: Iterable[Batch]) -> str:
+    parts = [(b.sample_ids, b.anchor_A.tolist(), b.packed.planes_PTW.numpy()) for b in batches]
+    whole = hashlib.sha256()
+    for ids, anchors, planes in parts:
+        whole.update(repr((ids, anchors)).encode() + planes.tobytes())
+    return whole.hexdigest()
+
+
+def load_elsewhere(path: Path, cache: Caches | None, pipe: Connection) -> None:
+    """In another process: a loader on `cache`, or on one that is opened here."""
+    pipe.send(digest(load(cache or Caches([path]), 20)))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_processes_that_are_forked_or_spawned_read_the_same(tiny_cache: Path, method: str) -> None:
+    """From a process whose own loader is open: forked, on the very files that it has open."""
+    if method not in multiprocessing.get_all_start_methods():
+        pytest.skip(f"needs {method}")
+    context: Any = multiprocessing.get_context(method)
+    cache = Caches([tiny_cache])
+    ours, theirs = context.Pipe(duplex=False)
+    with open_loader(cache, planned(cache, 20), threads=2, queue=4) as loader:
+        batches = iter(loader)
+        first = [next(batches) for _ in range(5)]
+        wait_until(lambda: all(ready(loader)), "the queue does not fill")
+        given = cache if method == "fork" else None
+        process = context.Process(target=load_elsewhere, args=(tiny_cache, given, theirs))
+        process.start()
+        theirs.close()
+        rest = list(batches)  # both read at the same time
+        assert ours.poll(120)
+        assert ours.recv() == digest(first + rest)
+        process.join(60)
+        assert process.exitcode == 0
+
+
+def test_ctrl_c_ends_the_loader_at_once_and_leaves_no_thread(
+    tiny_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the consumer waits: what is being read is finished, what is queued is not begun."""
+    cache = Caches([tiny_cache])
+    gate = Gate(monkeypatch, lambda *_: True)
+
+    def interrupt() -> None:
+        wait_until(
+            lambda: gate.num_held == 2 and loader._pool._work_queue.qsize() == 18, "no reads"
+        )
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        wait_until(lambda: bool(interrupted), "Ctrl-C was not seen")
+        gate.let_through()
+
+    interrupted: list[bool] = []
+    shutdown = ThreadPoolExecutor.shutdown
+
+    def noting(pool: ThreadPoolExecutor, **options: bool) -> None:
+        interrupted.append(True)
+        shutdown(pool, **options)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", noting)
+    loader = open_loader(cache, [of(number) for number in range(20)], threads=2, queue=20)
+    helper = threading.Thread(target=interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        helper.start()
+        with pytest.raises(KeyboardInterrupt), loader:
+            next(iter(loader))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    helper.join()
+    assert not loader_threads()
+    assert gate.num_reads == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "expected", "said"),
+    [
+        (OSError(5, "Input/output error"), CacheError, "{} cannot be read .*Input/output error"),
+        (MemoryError("out of it"), CacheError, "{} cannot be read .*out of it"),
+        (ShardCorruptError("shard a: torn"), ShardCorruptError, "sample {}: shard a: torn"),
+        (RuntimeError("a bug"), RuntimeError, "a bug\nwhile sample {} of .* was read"),
+    ],
+)
+def test_the_death_of_a_worker_ends_the_loader_and_names_the_sample(
+    error: Exception,
+    expected: type[Exception],
+    said: str,
+    tiny_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After the batches before it, which are whole; nothing is left running."""
+    cache = Caches([tiny_cache])
     original = Cache.read
 
-    def read(self: Cache, position: int) -> object:
-        if position == slow:
-            assert release.wait(20)
+    def read(self: Cache, position: int) -> StoredSample:
+        if position == 4:
+            raise error
         return original(self, position)
 
     monkeypatch.setattr(Cache, "read", read)
-    with Loader(
-        cache,
-        np.arange(len(cache.index)),
-        planned(cache, 8),
-        config=LoaderConfig(num_threads=2, queue_batches=4),
-        anchors=AnchorConfig(per_sample=8),
-        seed=1,
-    ) as loader:
-        loader._fill()
-        deadline = time.monotonic() + 20
-        while sum(future.done() for future in loader._pending) < 3:
-            assert time.monotonic() < deadline, "batches behind the slow one were not loaded"
-            time.sleep(0.01)
-        assert not loader._pending[0].done()
-        release.set()
-        batches = list(loader)
-    assert all(same(a, b) for a, b in zip(batches, expected, strict=True))
+    batches: list[Batch] = []
+    with (
+        pytest.raises(expected) as caught,
+        open_loader(cache, [of(number) for number in range(20)], threads=2, queue=8) as loader,
+    ):
+        drain(loader, batches)
+    text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert re.search(said.format(cache.index.sample_id(4)), text)
+    assert [b.sample_ids for b in batches] == [(cache.index.sample_id(n),) for n in range(4)]
+    assert not loader_threads()
 
 
 def test_the_queue_is_bounded(tiny_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,8 +424,6 @@ def test_the_queue_is_bounded(tiny_cache: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_damaged_sample_stops_the_loader_with_its_place(tiny_cache: Path, tmp_path: Path) -> None:
-    import shutil
-
     copy = tmp_path / "cache"
     shutil.copytree(tiny_cache, copy)
     states = next(copy.rglob("hidden_states/c/0/0/0"))

@@ -1,0 +1,1 @@
+"""Many runs on one cache: `trainer sweep`."""
