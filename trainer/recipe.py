@@ -107,7 +107,8 @@ class DrafterConfig:
             raise ValueError(
                 f"layer_types must name all {self.num_layers} layers, got {len(self.layer_types)}"
             )
-        if any(self.slides) != (self.sliding_window is not None):
+        has_sliding = "sliding_attention" in (self.layer_types or ())
+        if has_sliding != (self.sliding_window is not None):
             raise ValueError(
                 "sliding_window goes with a 'sliding_attention' among layer_types: set both or none"
             )
