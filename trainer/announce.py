@@ -6,6 +6,8 @@ import torch
 
 from shared import config as configs
 from shared.errors import ConfigError
+from shared.quantity import size
+from trainer.footprint import Footprint, estimate, largest_batch, memory_of, require_memory
 from trainer.optim import describe
 from trainer.order import OrderReport, order_report
 from trainer.ranks import Ranks
@@ -17,11 +19,11 @@ logger = logging.getLogger(__name__)
 _FEW_HELDOUT = 10
 
 
-def measure_order(session: Session) -> OrderReport:
-    """What the first epoch's order looks like.
+def measure_order(session: Session) -> tuple[OrderReport, Footprint]:
+    """What the first epoch's order looks like, and the memory that its largest batch takes.
 
     Raises:
-        ConfigError: the samples cannot be put in order with these settings.
+        ConfigError: the samples cannot be put in order with these settings, or not be held.
     """
     config = session.config
     lengths = session.cache.index.num_tokens[session.split.train].astype("int64")
@@ -29,11 +31,31 @@ def measure_order(session: Session) -> OrderReport:
         plan = epoch_batches(lengths, config.sampler, seed=config.train.seed, epoch=0)
     except ValueError as error:
         raise ConfigError(f"sampler: {error}") from None
-    return order_report(plan, lengths)
+    cache = session.cache
+    drawn = cache.index.num_anchors[session.split.train].clip(max=config.anchors.per_sample)
+    num_layers = cache.spec.num_taps + (cache.spec.last_hidden != "none")
+    heldout = session.split.heldout[: config.evaluate.max_samples]
+    planes, width = cache.codec.plane_shape(num_layers, cache.spec.target.hidden_size)
+    footprint = estimate(
+        config,
+        largest_batch(plan, lengths, drawn.astype("int64"), config.drafter.block_size),
+        [session.head.embedding_VD, session.head.lm_head_VD],
+        heldout_anchors=int(cache.index.num_anchors[heldout].max(initial=0)),
+        num_taps=cache.spec.num_taps,
+        num_layers_stored=num_layers,
+        bytes_per_token=planes * width,
+        device=session.device,
+    )
+    require_memory(footprint, session.device)
+    return order_report(plan, lengths), footprint
 
 
 def announce(
-    session: Session, optimizer: torch.optim.Optimizer, order: OrderReport, ranks: Ranks
+    session: Session,
+    optimizer: torch.optim.Optimizer,
+    order: OrderReport,
+    footprint: Footprint,
+    ranks: Ranks,
 ) -> None:
     """Log everything that is in force."""
     config, spec, split = session.config, session.cache.spec, session.split
@@ -76,3 +98,10 @@ def announce(
     if ranks.size > 1:
         share = config.train.batches_per_step // ranks.size
         logger.info("%d ranks: each takes %d micro-batches of a step", ranks.size, share)
+    logger.info(
+        "memory: about %s of %s at the peak on %s: %s",
+        size(footprint.on(session.device)),
+        size(memory_of(session.device)),
+        session.device,
+        footprint,
+    )

@@ -33,8 +33,8 @@ from trainer.teacher import teacher_of
 NUM_RANKS = 64
 """Ranks kept of the vocabulary. The trees of the paper's budgets hardly ever look further."""
 
-_ANCHORS_PER_FORWARD = 256
-_SLOTS_PER_CHUNK = 1024
+ANCHORS_PER_FORWARD = 256
+SLOTS_PER_CHUNK = 1024
 
 
 @torch.no_grad()
@@ -62,8 +62,8 @@ def evaluate(
         anchors = legal_anchors(sample.loss_mask.astype(bool))
         chain = np.zeros(len(sample.token_ids), np.int64)
         tree = np.zeros((len(sample.token_ids), len(totals.budgets)), np.int64)
-        for start in range(0, len(anchors), _ANCHORS_PER_FORWARD):
-            part = anchors[start : start + _ANCHORS_PER_FORWARD]
+        for start in range(0, len(anchors), ANCHORS_PER_FORWARD):
+            part = anchors[start : start + ANCHORS_PER_FORWARD]
             batch = collate([sample], [part], epoch=0, bucket=bucket)
             require_no_mask_token(batch, session.config.drafter.mask_token_id)
             batch = batch.to(session.device)
@@ -120,7 +120,7 @@ def _ranked(
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
     """Best tokens of every slot and their log-probabilities, ties by rising id, [A, P, T] each."""
     log_ps, tokens = [], []
-    for hidden_MD in torch.split(hidden_APD.flatten(0, 1), _SLOTS_PER_CHUNK):
+    for hidden_MD in torch.split(hidden_APD.flatten(0, 1), SLOTS_PER_CHUNK):
         logits_MV = (hidden_MD.to(lm_head_VD.dtype) @ lm_head_VD.T).float()
         top_MT, token_MT = logits_MV.topk(num_ranks, dim=-1)
         # topk leaves ties in any order; decoding takes the lowest id (argmax).

@@ -14,12 +14,14 @@ from tqdm import tqdm
 from shared import config as configs
 from shared.errors import ConfigError, DraftCacheError, RunError
 from shared.files import canonical_json, sha256_bytes
+from shared.quantity import size
 from trainer.announce import announce, measure_order
 from trainer.batch import Batch
 from trainer.caches import generations_of
 from trainer.checkpoint_writer import CheckpointWriter
 from trainer.config import TrainConfig
 from trainer.evaluate import evaluate
+from trainer.footprint import Meter
 from trainer.learner import Learner
 from trainer.loader import Loader
 from trainer.pauses import Pauses
@@ -27,7 +29,7 @@ from trainer.queue_trend import QueueTrend
 from trainer.ranks import ALONE, Ranks
 from trainer.run import Run
 from trainer.sampler import iterate
-from trainer.session import Session, require_unused_mask_token
+from trainer.session import Session, pick_device, require_unused_mask_token
 from trainer.snapshot import Snapshot
 from trainer.stop import StopRequest
 from trainer.tracking import Tracker, finite
@@ -53,8 +55,9 @@ class Training:
         self.run = Run(config.run.path)
         snapshot = self.run.newest_checkpoint()
         generations = None if snapshot is None else generations_of(snapshot.cache)
+        self.meter = Meter(pick_device(config.train.device, ranks.local_rank))
         self.session = Session.open(config, generations=generations, local_rank=ranks.local_rank)
-        self.order = measure_order(self.session)
+        self.order, self.footprint = measure_order(self.session)
         if snapshot is not None:
             self._check(snapshot)
         warm_start = WarmStart.read(self.session) if snapshot is None else None
@@ -88,7 +91,7 @@ class Training:
             return None
         if self.ranks.is_main:
             require_unused_mask_token(self.config.drafter, self.session.cache)
-            announce(self.session, self.learner.optimizer, self.order, self.ranks)
+            announce(self.session, self.learner.optimizer, self.order, self.footprint, self.ranks)
         with StopRequest() as stop:
             if not self.ranks.is_main:
                 self._follow(stop)
@@ -101,7 +104,12 @@ class Training:
         return None if self._is_done() else stop.signal
 
     def _say_why_it_ended(self) -> None:
-        if self._is_done() or not self.ranks.is_main:
+        if not self.ranks.is_main:
+            return
+        if (peak := self.meter.read()) is not None:
+            expected = self.footprint.on(self.session.device)
+            logger.info("memory: %s at the peak, %s expected", size(peak), size(expected))
+        if self._is_done():
             return
         if self.step:
             logger.warning(
@@ -229,6 +237,7 @@ class Training:
             "data/wait_share": stats.wait_seconds / seconds,
             "speed/step_seconds": seconds,
             "speed/tokens_per_second": metrics["train/tokens"] / seconds,
+            "memory/peak_bytes": self.meter.read(),
             **self.pauses.take(),
         }
 

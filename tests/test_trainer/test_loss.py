@@ -4,10 +4,12 @@ import math
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.loss import (
@@ -364,3 +366,28 @@ def test_cross_entropy_of_bfloat16_logits_is_float32() -> None:
     loss = drafter_loss(hidden_AKD, lm_head_VD, label_AK, supervised_AK, DECAY, anchors_per_chunk=3)
     expected_N = cross_entropy(logits_NV, label_AK[supervised_AK], reduction="none")
     torch.testing.assert_close(loss.ce_AK[supervised_AK], expected_N, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_logits_of_one_chunk_are_held_at_a_time(dtype: torch.dtype) -> None:
+    """Not those of two, nor all of one in float32."""
+    vocab_size, num_anchors, block_size, per_chunk = 100_000, 96, 4, 32
+    hidden_AKD = torch.randn(num_anchors, block_size, 8, requires_grad=True)
+    supervised_AK = torch.ones(num_anchors, block_size, dtype=torch.bool)
+    supervised_AK[:, 0] = False
+    weigh = partial(decay_weights, slot_weight_K=slot_weights(block_size, 4.0))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        drafter_loss(
+            hidden_AKD,
+            torch.randn(vocab_size, 8, dtype=dtype),
+            torch.ones(num_anchors, block_size, dtype=torch.int64),
+            supervised_AK,
+            weigh,
+            anchors_per_chunk=per_chunk,
+        )
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    peak = np.cumsum([num_bytes for _, num_bytes in changes]).max()
+    head = vocab_size * 8 * dtype.itemsize
+    num_logits = per_chunk * (block_size - 1) * vocab_size
+    assert 0.9 < (peak - head) / (num_logits * dtype.itemsize) < 1.9

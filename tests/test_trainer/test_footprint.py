@@ -1,0 +1,130 @@
+"""The memory of a run: what is said before its first step is what it then takes."""
+
+import multiprocessing
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shared.errors import ConfigError
+from tests.test_trainer.test_stop import lines
+from trainer import config as training
+from trainer import footprint
+from trainer.config import TrainConfig
+from trainer.sampler import EpochPlan
+from trainer.train import Training, train
+
+MakeTrain = Callable[..., TrainConfig]
+CPU = torch.device("cpu")
+
+
+def shaped(config: TrainConfig, **shape: Any) -> TrainConfig:
+    """`config` with sizes of the drafter, and `tokens`, `anchors`, `dtype` if given."""
+    tokens, anchors = shape.pop("tokens", 512), shape.pop("anchors", 8)
+    dtype = shape.pop("dtype", "float32")
+    return replace(
+        config,
+        drafter=replace(config.drafter, **shape),
+        sampler=replace(config.sampler, tokens_per_batch=tokens),
+        anchors=training.AnchorConfig(per_sample=anchors),
+        train=replace(config.train, compute_dtype=dtype),
+        evaluate=replace(config.evaluate, max_samples=1),
+    )
+
+
+def measure(config: TrainConfig, pipe: Connection) -> None:
+    """Train in a process of its own: expected and measured bytes."""
+    torch.set_num_threads(1)
+    warm = torch.ones(8, 8, requires_grad=True)  # libraries that load at their first use
+    with torch.autocast("cpu", torch.bfloat16):
+        (warm @ warm).sum().backward()  # type: ignore[no-untyped-call]
+    torch.optim.AdamW([warm], fused=True).step()
+    run = Training(config)
+    run.train()
+    pipe.send((run.footprint.on(CPU), run.meter.peak, str(run.footprint)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param({"intermediate_size": 49_152}, id="weights"),
+        pytest.param({"anchors": 64, "tokens": 1536, "intermediate_size": 4096}, id="activations"),
+        pytest.param(
+            {
+                "anchors": 64,
+                "tokens": 1536,
+                "num_heads": 16,
+                "head_dim": 64,
+                "intermediate_size": 2048,
+            },
+            id="attention",
+        ),
+        pytest.param(
+            {"anchors": 64, "tokens": 1536, "intermediate_size": 8192, "dtype": "bfloat16"},
+            id="bfloat16",
+        ),
+    ],
+)
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_the_estimate_is_within_a_fifth_of_the_peak(
+    shape: dict[str, Any], tiny_cache: Path, tiny_train: MakeTrain, tmp_path: Path
+) -> None:
+    """Of the process's resident memory, above what it had before the run."""
+    config = shaped(tiny_train(tmp_path / "run", tiny_cache, steps=2), **shape)
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=measure, args=(config, theirs))
+    process.start()
+    theirs.close()
+    assert ours.poll(120)
+    expected, measured, parts = ours.recv()
+    process.join(60)
+    assert expected > 80e6
+    assert 0.8 < expected / measured < 1.2, f"{expected:,} expected, {measured:,} taken: {parts}"
+
+
+def test_a_run_that_memory_cannot_hold_is_refused_in_one_line(
+    tiny_cache: Path, tiny_train: MakeTrain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(footprint, "memory_of", lambda device: 1_000_000)
+    config = tiny_train(tmp_path / "run", tiny_cache)
+    with pytest.raises(ConfigError) as caught:
+        train(config)
+    assert re.search(
+        r"needs about .* MB \(weights .*, snapshot .*\), cpu has 1.00 MB.*tokens_per_batch",
+        str(caught.value),
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_peak_is_logged_with_every_step(
+    tiny_cache: Path, tiny_train: MakeTrain, tmp_path: Path
+) -> None:
+    train(tiny_train(tmp_path / "run", tiny_cache, steps=3))
+    peaks = [line["memory/peak_bytes"] for line in lines(tmp_path / "run")]
+    assert len(peaks) == 3
+    if Path("/proc/self/status").exists():
+        assert peaks == sorted(peaks)
+        assert peaks[0] > 0
+
+
+def test_the_largest_batch_is_found_by_tokens_and_slots() -> None:
+    plan = EpochPlan(
+        sample=np.array([3, 0, 1, 2]),
+        offset=np.array([0, 1, 3, 4]),
+        bucket=np.zeros(3, np.int16),
+        edge=np.array([0, 100]),
+        tokens_per_batch=100,
+    )
+    length, anchors = np.array([30, 20, 60, 90]), np.array([5, 6, 9, 1])
+    found = footprint.largest_batch(plan, length, anchors, 8)
+    assert (found.num_tokens, found.num_anchors, found.longest) == (50, 11, 30)
+    assert found.mean_tokens == (90 + 50 + 60) // 3
+    assert footprint.largest_batch(plan, length, anchors, 2).num_tokens == 90
