@@ -110,7 +110,7 @@ check: $(VENV)/installed-dev ## Formatting, lint, types, import boundaries
 	$(BIN)/lint-imports
 
 test: check $(DEMO) $(QWEN3) ## Pass the tests (and `make check`)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test-interop: $(VENV)/installed-dev .venv-speculators/installed ## Load exported drafters in the real speculators
 	$(BIN)/python -m pytest -m interop tests/interop

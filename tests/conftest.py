@@ -79,6 +79,12 @@ CHATML = (
 )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first: workers that take a file at a time then end together."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(scope="session")
 def target_dir() -> Path:
     """The real target, SmolLM2-135M-Instruct. `make test` puts it there."""

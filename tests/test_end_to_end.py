@@ -40,6 +40,8 @@ from trainer.session import Session
 from trainer.step import forward_blocks
 from trainer.train import train
 
+pytestmark = pytest.mark.slow
+
 NUM_PROMPTS = 4
 NEW_TOKENS = 48
 BLOCK = 8

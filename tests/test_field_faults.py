@@ -32,6 +32,8 @@ from trainer.export import export_dflash
 from trainer.run import Run
 from trainer.train import train
 
+pytestmark = pytest.mark.slow
+
 MakeBuild = Callable[..., BuildConfig]
 MakeTrain = Callable[..., TrainConfig]
 

@@ -55,6 +55,8 @@ from trainer.train import train
 pytest.importorskip("obstore")
 import obstore
 
+pytestmark = pytest.mark.slow
+
 MakeBuild = Callable[..., BuildConfig]
 
 

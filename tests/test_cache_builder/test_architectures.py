@@ -27,6 +27,8 @@ from tests.conftest import REPOSITORY, write_jsonl
 from tests.test_cache_builder.models import ARCHITECTURES, REFUSED, Architecture, build
 from tests.test_cache_builder.test_target import ids
 
+pytestmark = pytest.mark.slow
+
 LAYERS = (1, 3)
 LENGTHS = (40, 17, 33, 3)
 NOT_RMS = {"gpt2", "gpt_neox", "falcon", "opt", "cohere", "olmo"}

@@ -25,6 +25,8 @@ from shared.shard import GROUP
 from tests.test_cache_builder.stored import Killer, assert_clean, contents, tree, without
 from tests.test_shared.made import flip
 
+pytestmark = pytest.mark.slow
+
 MakeBuild = Callable[..., BuildConfig]
 
 

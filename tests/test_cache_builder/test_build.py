@@ -35,6 +35,8 @@ from shared.errors import (
 from tests.conftest import conversations, write_jsonl
 from tests.test_cache_builder.stored import Killer, assert_clean
 
+pytestmark = pytest.mark.slow
+
 MakeBuild = Callable[..., BuildConfig]
 
 

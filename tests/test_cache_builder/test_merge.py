@@ -44,6 +44,8 @@ from tests.test_cache_builder.test_verify import flip
 from trainer.config import TrainConfig
 from trainer.train import train
 
+pytestmark = pytest.mark.slow
+
 MakeBuild = Callable[..., BuildConfig]
 MakeTrain = Callable[..., TrainConfig]
 

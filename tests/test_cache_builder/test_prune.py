@@ -53,6 +53,8 @@ from trainer.config import TrainConfig
 from trainer.learner import Learner
 from trainer.train import train
 
+pytestmark = pytest.mark.slow
+
 MakeBuild = Callable[..., BuildConfig]
 MakeTrain = Callable[..., TrainConfig]
 

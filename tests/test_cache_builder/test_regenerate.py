@@ -27,6 +27,8 @@ from shared.cache import Cache
 from shared.errors import DataError
 from tests.conftest import REPOSITORY, conversations, write_jsonl
 
+pytestmark = pytest.mark.slow
+
 FLOAT32 = "float32"
 SAMPLING = Sampling(max_new_tokens=12)
 BROKEN = -1

@@ -26,6 +26,8 @@ from cache_builder.tokens import load_template
 from shared.head import Head
 from tests.conftest import DEMO_DATA
 
+pytestmark = pytest.mark.slow
+
 LAYERS = (1, 15, 28)
 CONFIG = TargetConfig(path="-", dtype="float32")
 KEPT = """

@@ -23,6 +23,8 @@ from trainer.ranks import Ranks
 from trainer.recipe import NoiseConfig
 from trainer.train import Training, train
 
+pytestmark = pytest.mark.slow
+
 MakeTrain = Callable[..., TrainConfig]
 Start = Callable[[TrainConfig], "subprocess.Popen[str]"]
 

@@ -26,6 +26,8 @@ from trainer.config import TrainConfig
 from trainer.run import Run
 from trainer.train import Training, train
 
+pytestmark = pytest.mark.slow
+
 MakeTrain = Callable[..., TrainConfig]
 
 
