@@ -16,7 +16,10 @@ from trainer.exporting.zlab import drafter_of
 from trainer.recipe import DrafterConfig
 
 MODEL = "model.safetensors"
-_MAX_DIFFERENCE = 1e-5
+_MAX_DIFFERENCE = 1e-3
+"""Of the largest value. Products of a CPU in float32 differ by 1e-4 of it between one thread and
+two, and how many it takes may change from one call to the next; another config gives far more."""
+
 _NUM_CONTEXT = 48
 _DTYPES = {"d2t": torch.int64, "t2d": torch.bool}
 
@@ -82,18 +85,19 @@ def check_forward(directory: Path, config: dict[str, Any], trained: Drafter) -> 
         trained: with the weights that were written.
 
     Raises:
-        RunError: they differ by more than 1e-5.
+        RunError: they differ by more than a thousandth of the largest value.
     """
     hidden_size = int(config["hidden_size"])
     num_taps = len(config["dflash_config"]["target_layer_ids"])
     reloaded = Drafter(drafter_of(config, str(directory)), hidden_size, num_taps)
     tensors = load_file(directory / MODEL)
     reloaded.load_state_dict({name: tensors[name].float() for name in reloaded.state_dict()})
-    difference = (_forward(reloaded) - _forward(trained)).abs().max()
+    expected_QD = _forward(trained)
+    difference = (_forward(reloaded) - expected_QD).abs().max() / expected_QD.abs().max()
     if not difference <= _MAX_DIFFERENCE:  # nor NaN
         raise RunError(
             f"{directory}: reloaded, it computes something else than the trained drafter: largest "
-            f"difference {float(difference):g}."
+            f"difference {float(difference):g} of the largest value."
         )
 
 
