@@ -10,8 +10,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-_OURS = ("cache_builder", "shared", "trainer")
-_LIBRARIES = ("transformers", "accelerate", "ray", "py.warnings")
+OURS = ("cache_builder", "shared", "trainer")
+LIBRARIES = ("transformers", "accelerate", "ray", "py.warnings")
 """Loggers that would write lines of their own between those of JSON."""
 
 _logger = logging.getLogger(__name__)
@@ -67,12 +67,12 @@ def configure(level: int = logging.INFO, *, worker: str = "", as_json: bool = Fa
         handler.setFormatter(
             logging.Formatter(f"%(asctime)s %(levelname).1s {prefix}%(message)s", "%H:%M:%S")
         )
-    for name in _OURS:
+    for name in OURS:
         logger = logging.getLogger(name)
         logger.handlers[:] = [handler]
         logger.setLevel(level)
         logger.propagate = False
-    for name in _LIBRARIES if as_json else ():
+    for name in LIBRARIES if as_json else ():
         adopt(name)
 
 
@@ -87,7 +87,7 @@ class _Forwarder(logging.Handler):
 
 def forward(tell: Callable[[int, str], None], level: int = logging.INFO) -> None:
     """Send this project's log lines elsewhere than to stderr: `tell` gets their level and text."""
-    for name in _OURS:
+    for name in OURS:
         logger = logging.getLogger(name)
         logger.handlers[:] = [_Forwarder(tell)]
         logger.setLevel(level)

@@ -1,6 +1,7 @@
 """Fixtures that several test modules share: targets, data, caches."""
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -30,6 +31,7 @@ from cache_builder.config import (
     TargetConfig,
     WorkersConfig,
 )
+from shared import log
 from trainer import config as training
 
 # A shell starts background jobs with SIGINT ignored, and what they start inherits it.
@@ -83,6 +85,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests first: workers that take a file at a time then end together."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """A command line that a test runs in this process sets up logging: take that back after it."""
+    loggers = [logging.getLogger(name) for name in (None, *log.OURS, *log.LIBRARIES)]
+    before = [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
+    hook = sys.excepthook
+    yield
+    logging.captureWarnings(False)
+    sys.excepthook = hook
+    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        logger.handlers[:], logger.level, logger.propagate = handlers, level, propagate
 
 
 @pytest.fixture(scope="session")

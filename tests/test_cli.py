@@ -1,14 +1,13 @@
 """Bad input is one line on stderr and exit code 1, and loses nothing that is there already."""
 
 import json
-import logging
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +67,8 @@ max_samples = 2
 
 
 @pytest.fixture
-def invoke(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Invoke]:
+def invoke(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Invoke:
     """Runs a command line as its process would: exit code, stdout, stderr."""
-    loggers = [logging.getLogger(name) for name in ("cache_builder", "shared", "trainer")]
-    before = [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
 
     def run(stage: str, *arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", [stage, *map(str, arguments)])
@@ -84,9 +81,7 @@ def invoke(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
         assert isinstance(code, int)
         return code, out, err
 
-    yield run
-    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
-        logger.handlers[:], logger.level, logger.propagate = handlers, level, propagate
+    return run
 
 
 def errors(stderr: str) -> list[str]:

@@ -322,8 +322,9 @@ outers = st.builds(
     Outer,
     sampler=inners,
     path=st.text(min_size=1)
-    .filter(lambda text: text.strip() and not text.startswith("~") and "\0" not in text)
-    .map(Path),
+    .filter(lambda text: not text.startswith("~") and "\0" not in text)
+    .map(Path)
+    .filter(lambda path: str(path).strip()),  # "\r/" is the path "\r"
     is_on=st.booleans(),
     name=st.text(),
     limit=st.none() | long_integers,
