@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from shared.chunk import Array
 from shared.codec import Calibration
 from shared.errors import (
     CacheError,
@@ -158,6 +159,21 @@ class Cache:
                 removed them.
             CacheError: the index points to another sample.
         """
+        reader, row = self._locate(position)
+        with self._explaining(reader.record.shard_id):
+            return reader.read(row)
+
+    def tokens(self, position: int) -> tuple[Array, Array]:
+        """Token ids and loss mask of the sample at `position`, as `read` gives them: no states.
+
+        Raises:
+            As `read`.
+        """
+        reader, row = self._locate(position)
+        return reader.tokens(row)
+
+    def _locate(self, position: int) -> tuple[ShardReader, int]:
+        """The shard of a sample and its row there, checked against the index."""
         shard_id = self.shard_ids[int(self.index.shard[position])]
         reader, row = self.shard(shard_id), int(self.index.row[position])
         if row >= len(reader):
@@ -165,14 +181,12 @@ class Cache:
                 f"{self.path}: the index expects row {row} in shard {shard_id}, which has "
                 f"{len(reader)}. Run `cache-builder repair`."
             )
-        with self._explaining(shard_id):
-            sample = reader.read(row)
-        if sample.sample_id != self.index.sample_id(position):
+        if reader.sample_id(row) != self.index.sample_id(position):
             raise CacheError(
                 f"{self.path}: the index expects sample {self.index.sample_id(position)} in shard "
-                f"{shard_id}, found {sample.sample_id}. Run `cache-builder repair`."
+                f"{shard_id}, found {reader.sample_id(row)}. Run `cache-builder repair`."
             )
-        return sample
+        return reader, row
 
     def calibration(self, name: str | None) -> Calibration | None:
         """The quantiser's channels by the name that a record gives."""

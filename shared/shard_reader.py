@@ -78,8 +78,7 @@ class ShardReader:
         from_, to = arrays["outlier_offsets"][row : row + 2].tolist()
         return StoredSample(
             self.sample_id(row),
-            arrays["token_ids"][begin:end],
-            arrays["loss_mask"][begin:end],
+            *self.tokens(row),
             Packed(
                 torch.from_numpy(planes_PTW[:, : end - begin]),
                 torch.from_numpy(arrays["outlier_positions"][from_:to]),
@@ -88,6 +87,11 @@ class ShardReader:
             ),
             self.record.calibration,
         )
+
+    def tokens(self, row: int) -> tuple[Array, Array]:
+        """Token ids and loss mask of one sample, [T] each: in memory already."""
+        begin, end = self.arrays["sample_offsets"][row : row + 2].tolist()
+        return self.arrays["token_ids"][begin:end], self.arrays["loss_mask"][begin:end]
 
     def _open_states(self) -> OpenObject:
         """The states, open from the first sample on: readers of the small arrays hold no file."""

@@ -10,6 +10,7 @@ import torch
 
 from shared import config as configs
 from shared.cache import Cache
+from shared.chunk import Array
 from shared.codec import Calibration
 from shared.errors import CacheError, CacheIncompatibleError, DraftCacheError
 from shared.head import Head
@@ -64,11 +65,19 @@ class Caches:
 
     def read(self, position: int) -> StoredSample:
         """The sample at `position` of the index: see `Cache.read`."""
-        number = int(np.searchsorted(self._begin, position, side="right")) - 1
-        part = self.parts[number]
-        sample = part.read(position - int(self._begin[number]))
+        part, position = self._locate(position)
+        sample = part.read(position)
         self._home.setdefault(sample.calibration, part)
         return sample
+
+    def tokens(self, position: int) -> tuple[Array, Array]:
+        """Token ids and loss mask of the sample at `position`, without its states."""
+        part, position = self._locate(position)
+        return part.tokens(position)
+
+    def _locate(self, position: int) -> tuple[Cache, int]:
+        number = int(np.searchsorted(self._begin, position, side="right")) - 1
+        return self.parts[number], position - int(self._begin[number])
 
     def calibration(self, name: str | None) -> Calibration | None:
         """The quantiser's channels that a sample read from here names."""

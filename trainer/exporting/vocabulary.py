@@ -7,6 +7,8 @@ from torch import Tensor
 
 from trainer.caches import Caches
 
+_SAMPLES_PER_COUNT = 1024
+
 
 def most_frequent(
     cache: Caches, positions: npt.NDArray[np.int64], size: int
@@ -19,10 +21,10 @@ def most_frequent(
         Their ids, int64 [size], ascending, and the counts of all tokens, int64 [V].
     """
     counts_V = np.zeros(cache.spec.target.vocab_size, np.int64)
-    for position in positions.tolist():
-        sample = cache.read(position)
-        supervised = sample.token_ids[sample.loss_mask.astype(bool)]
-        np.add.at(counts_V, supervised, 1)
+    for start in range(0, len(positions), _SAMPLES_PER_COUNT):
+        read = [cache.tokens(p) for p in positions[start : start + _SAMPLES_PER_COUNT].tolist()]
+        supervised = [token_ids[loss_mask.astype(bool)] for token_ids, loss_mask in read]
+        counts_V += np.bincount(np.concatenate(supervised), minlength=len(counts_V))
     rank_V = counts_V.copy()
     rank_V[list(cache.spec.tokens.eos_token_ids)] = np.iinfo(np.int64).max
     kept = np.argsort(-rank_V, kind="stable")[:size]
