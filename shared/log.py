@@ -3,6 +3,7 @@
 import json
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -57,6 +58,8 @@ def configure(level: int = logging.INFO, *, worker: str = "", as_json: bool = Fa
         as_json: one JSON object a line, with `time` (UTC), `level`, `logger`, `event` and mostly
             `message`; lines of libraries, warnings and tracebacks too, and no progress bars.
     """
+    # tqdm's own lock is shared with forks, and one that is killed never lets go of it.
+    tqdm.set_lock(threading.RLock())
     handler = _Handler(sys.stderr)
     if as_json:
         handler.setFormatter(_JsonFormatter(worker))
