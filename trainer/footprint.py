@@ -1,8 +1,7 @@
 """How much memory a run takes: estimated before its first step, measured while it goes.
 
-What autograd keeps of the drafter was counted tensor by tensor. These are live tensors: what the
-allocator holds besides is not foreseen. On a CPU it is little where the vocabulary is small, as in
-the tests, and 40 to 70 % where an evaluation's logits find no freed block that is large enough.
+What autograd keeps of the drafter was counted tensor by tensor. What the libraries and the heap
+of a CPU hold besides is a figure from experience.
 
 P parameters   S context tokens   Q draft slots   T = S+Q   L tapped layers   D hidden size
 F = L*D   V vocabulary   c bytes of the compute type
@@ -28,6 +27,11 @@ from trainer.tiles import TILE_QUERIES
 
 _FLOAT = 4
 _MOMENTS = 2 * _FLOAT
+_BYTES_PER_SHAPE = 2 * 2**20
+_NUM_SHAPES = 200
+"""From runs of the demo on a CPU with bfloat16 units: a step meets about one new shape (see
+`trainer.shapes`), and after this many hardly any. What a shape costs is its kernels, their buffers
+and code, and the holes that they leave in the heap."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +58,9 @@ class Footprint:
     head: int
     gradients_or_activations: int
     """What is larger: activations with the logits of a chunk, gradients, or an evaluation."""
+
+    libraries: int
+    """What they keep for each shape, and what of the heap lies idle: on a CPU in bfloat16."""
 
     queue: int
     """Micro-batches read ahead: host memory."""
@@ -145,6 +152,7 @@ def estimate(
         moments=count * _MOMENTS,
         head=sum(held.values()),
         gradients_or_activations=max(step, count * _FLOAT + features, evaluation),
+        libraries=_libraries(config, device),
         queue=config.loader.queue_batches * batch.mean_tokens * bytes_per_token,
         snapshot=count * (_FLOAT + _MOMENTS),
     )
@@ -157,6 +165,12 @@ def _bytes_per_logit(config: TrainConfig, device: torch.device) -> int:
     if device.type == "cpu":  # a few rows at a time exist in float32
         return kept
     return kept + (4 * _FLOAT if config.loss.needs_teacher else _FLOAT)
+
+
+def _libraries(config: TrainConfig, device: torch.device) -> int:
+    if device.type != "cpu" or config.train.compute_dtype != "bfloat16":
+        return 0
+    return min(config.train.steps, _NUM_SHAPES) * _BYTES_PER_SHAPE
 
 
 def _activations(

@@ -9,6 +9,7 @@ import torch
 
 from shared import config as configs
 from shared.errors import DraftCacheError, NonFiniteError
+from shared.memory import trim_heap
 from trainer.batch import Batch, require_no_mask_token
 from trainer.drafter import fit_start_
 from trainer.loss import weighing
@@ -30,6 +31,9 @@ from trainer.totals import StepTotals
 from trainer.warm_start import WarmStart
 
 logger = logging.getLogger(__name__)
+
+_STEPS_PER_TRIM = 20
+"""A trim costs 50 ms, and as much again for the pages that the next step asks for."""
 
 
 class Learner:
@@ -123,6 +127,8 @@ class Learner:
             self._refuse_step(totals, grad_norm)
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
+        if self.step % _STEPS_PER_TRIM == 0:
+            trim_heap()
         metrics = totals.metrics()
         self.epoch = metrics["train/epoch"]
         return metrics | {

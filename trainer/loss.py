@@ -165,7 +165,7 @@ def _sweep(
         chunk = slice(first, first + anchors_per_chunk)
         label_M = label_AK.flatten()[slot_M]
         hidden_MD = hidden_AKD.flatten(0, 1)[slot_M].to(lm_head_VD.dtype)
-        logits_MV = hidden_MD @ lm_head_VD.T
+        logits_MV = torch.mm(hidden_MD, lm_head_VD.T, out=_room(len(slot_M), lm_head_VD))
         own_MV = None if teacher is None else teacher.logits(slot_M)
         rows = _reduce(logits_MV, label_M, teacher, own_MV, keep_error=grad_AKD is not None)
         del own_MV
@@ -183,6 +183,24 @@ def _sweep(
             grad_AKD.view(-1, grad_AKD.shape[-1])[slot_M] = grad_MD.to(grad_AKD.dtype)
         del logits_MV  # before the next chunk's exist: the peak would hold those of two
     return loss_sum, weight_sum, ce_AK, loss_AK, correct_AK
+
+
+_rooms: dict[torch.dtype, Tensor] = {}
+
+
+def _room(num_slots: int, lm_head_VD: Tensor) -> Tensor:
+    """Where logits of `num_slots` go, [M, V]: on a CPU the same place each time.
+
+    Into the hole that a freed block of this size leaves in the heap small ones move, which stay:
+    a run grew by such a block every few steps.
+    """
+    shape = (num_slots, len(lm_head_VD))
+    if lm_head_VD.device.type != "cpu":
+        return lm_head_VD.new_empty(shape)
+    room = _rooms.get(lm_head_VD.dtype)
+    if room is None or room.numel() < shape[0] * shape[1]:
+        room = _rooms[lm_head_VD.dtype] = lm_head_VD.new_empty(shape[0] * shape[1])
+    return room[: shape[0] * shape[1]].view(shape)
 
 
 class _Rows(NamedTuple):
