@@ -21,7 +21,7 @@ from trainer.acceptance import chain_accepted, rank_of_gold, segments, tree_acce
 from trainer.anchors import legal_anchors
 from trainer.batch import Batch, collate, require_no_mask_token
 from trainer.caches import generations_of
-from trainer.loss import weighing
+from trainer.loss import room_for_logits, weighing
 from trainer.metrics import AcceptanceTotals
 from trainer.run import Run
 from trainer.sampler import bucket_edges
@@ -126,16 +126,22 @@ def _ranked(
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
     """Best tokens of every slot and their log-probabilities, ties by rising id, [A, P, T] each."""
     log_ps, tokens = [], []
-    for hidden_MD in torch.split(hidden_APD.flatten(0, 1), slots_per_chunk(len(lm_head_VD))):
-        logits_MV = (hidden_MD.to(lm_head_VD.dtype) @ lm_head_VD.T).float()
+    size = slots_per_chunk(len(lm_head_VD))
+    room_MV = hidden_APD.new_empty((size, len(lm_head_VD)), dtype=torch.float32)
+    for hidden_MD in torch.split(hidden_APD.flatten(0, 1).to(lm_head_VD.dtype), size):
+        narrow_MV = room_for_logits(len(hidden_MD), lm_head_VD)
+        logits_MV = room_MV[: len(hidden_MD)]
+        logits_MV.copy_(torch.mm(hidden_MD, lm_head_VD.T, out=narrow_MV))
         top_MT, token_MT = logits_MV.topk(num_ranks, dim=-1)
         # topk leaves ties in any order; decoding takes the lowest id (argmax).
         by_id_MT = token_MT.argsort(dim=-1)
         top_MT, token_MT = top_MT.gather(1, by_id_MT), token_MT.gather(1, by_id_MT)
         order_MT = top_MT.argsort(dim=-1, descending=True, stable=True)
-        log_ps.append(top_MT.gather(1, order_MT) - logits_MV.logsumexp(-1, keepdim=True))
-        tokens.append(token_MT.gather(1, order_MT))
-        del logits_MV  # before the next chunk's exist
+        top_MT, token_MT = top_MT.gather(1, order_MT), token_MT.gather(1, order_MT)
+        peak_M1 = top_MT[:, :1]
+        sum_M1 = logits_MV.sub_(peak_M1).exp_().sum(-1, keepdim=True)
+        log_ps.append(top_MT - peak_M1 - sum_M1.log())
+        tokens.append(token_MT)
     shape = (*hidden_APD.shape[:2], num_ranks)
     return (
         torch.cat(log_ps).reshape(shape).cpu().numpy(),

@@ -165,7 +165,7 @@ def _sweep(
         chunk = slice(first, first + anchors_per_chunk)
         label_M = label_AK.flatten()[slot_M]
         hidden_MD = hidden_AKD.flatten(0, 1)[slot_M].to(lm_head_VD.dtype)
-        logits_MV = torch.mm(hidden_MD, lm_head_VD.T, out=_room(len(slot_M), lm_head_VD))
+        logits_MV = torch.mm(hidden_MD, lm_head_VD.T, out=room_for_logits(len(slot_M), lm_head_VD))
         own_MV = None if teacher is None else teacher.logits(slot_M)
         rows = _reduce(logits_MV, label_M, teacher, own_MV, keep_error=grad_AKD is not None)
         del own_MV
@@ -188,11 +188,11 @@ def _sweep(
 _rooms: dict[torch.dtype, Tensor] = {}
 
 
-def _room(num_slots: int, lm_head_VD: Tensor) -> Tensor:
-    """Where logits of `num_slots` go, [M, V]: on a CPU the same place each time.
+def room_for_logits(num_slots: int, lm_head_VD: Tensor) -> Tensor:
+    """Where logits of `num_slots` go, [M, V] of the head's type: on a CPU the same place each time.
 
-    Into the hole that a freed block of this size leaves in the heap small ones move, which stay:
-    a run grew by such a block every few steps.
+    Small blocks that stay move into the hole which a freed one of this size leaves in the heap: a
+    run grew by such a block every few steps.
     """
     shape = (num_slots, len(lm_head_VD))
     if lm_head_VD.device.type != "cpu":
