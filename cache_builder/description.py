@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from cache_builder.config import BuildConfig
-from cache_builder.decoder import default_layer_ids
+from cache_builder.taps import default_layer_ids
 from cache_builder.target import describe_target
 from cache_builder.target_config import load_config
 from cache_builder.template import ChatTemplate

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cache_builder.decoder import Decoder
+from shared.decoder import Decoder
 from shared.errors import TargetError
 from shared.head import Head
 

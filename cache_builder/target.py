@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from cache_builder.config import TargetConfig
-from cache_builder.decoder import Decoder
 from cache_builder.head_tensors import read_head
 from cache_builder.readout import find_readout
 from cache_builder.target_config import (
@@ -26,6 +25,7 @@ from cache_builder.target_config import (
     read_target_json,
 )
 from shared import log
+from shared.decoder import Decoder
 from shared.errors import TargetError
 from shared.files import canonical_json, sha256_bytes, sha256_file
 from shared.head import Head

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from cache_builder.build import build
 from cache_builder.config import BuildConfig
-from cache_builder.decoder import Decoder
 from cache_builder.target import Target
 from shared.cache import Cache
+from shared.decoder import Decoder
 from shared.errors import TargetError
 from shared.spec import LastHidden
 from tests.conftest import conversations, write_jsonl

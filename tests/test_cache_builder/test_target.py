@@ -15,9 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from cache_builder import target
 from cache_builder.config import TargetConfig
-from cache_builder.decoder import Decoder, default_layer_ids
 from cache_builder.quality import find_fault
+from cache_builder.taps import default_layer_ids
 from cache_builder.target import Target, describe_target, load_model, resolve_target
+from shared.decoder import Decoder
 from shared.errors import CacheIncompatibleError, TargetError
 from shared.spec import LastHidden
 from tests.test_shared.made import CODECS, make_spec
