@@ -23,15 +23,13 @@ from trainer.batch import Batch, collate, require_no_mask_token
 from trainer.caches import generations_of
 from trainer.loss import room_for_logits, weighing
 from trainer.metrics import AcceptanceTotals
+from trainer.ranking import NUM_RANKS, best_tokens
 from trainer.run import Run
 from trainer.sampler import bucket_edges
 from trainer.session import Session
 from trainer.snapshot import restore
 from trainer.step import autocast, batch_loss, forward_blocks
 from trainer.teacher import teacher_of
-
-NUM_RANKS = 64
-"""Ranks kept of the vocabulary. The trees of the paper's budgets hardly ever look further."""
 
 ANCHORS_PER_FORWARD = 256
 LOGITS_BYTES = 2**25
@@ -132,15 +130,8 @@ def _ranked(
         narrow_MV = room_for_logits(len(hidden_MD), lm_head_VD)
         logits_MV = room_MV[: len(hidden_MD)]
         logits_MV.copy_(torch.mm(hidden_MD, lm_head_VD.T, out=narrow_MV))
-        top_MT, token_MT = logits_MV.topk(num_ranks, dim=-1)
-        # topk leaves ties in any order; decoding takes the lowest id (argmax).
-        by_id_MT = token_MT.argsort(dim=-1)
-        top_MT, token_MT = top_MT.gather(1, by_id_MT), token_MT.gather(1, by_id_MT)
-        order_MT = top_MT.argsort(dim=-1, descending=True, stable=True)
-        top_MT, token_MT = top_MT.gather(1, order_MT), token_MT.gather(1, order_MT)
-        peak_M1 = top_MT[:, :1]
-        sum_M1 = logits_MV.sub_(peak_M1).exp_().sum(-1, keepdim=True)
-        log_ps.append(top_MT - peak_M1 - sum_M1.log())
+        log_p_MT, token_MT = best_tokens(logits_MV, num_ranks)
+        log_ps.append(log_p_MT)
         tokens.append(token_MT)
     shape = (*hidden_APD.shape[:2], num_ranks)
     return (

@@ -3,38 +3,12 @@
 from html import escape
 from pathlib import Path
 
-from shared.files import write_bytes, writing
 from trainer.doctor.diagnosis import Diagnosis
 from trainer.doctor.finding import Finding, format_steps
 from trainer.doctor.plots import COLORS, figure
 from trainer.doctor.view import RunView
-
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<title>{title}</title>
-<style>
-body {{ font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1200px;
-       padding: 0 1em; color: #222; }}
-h1 {{ font-size: 1.4em; }}
-table {{ border-collapse: collapse; width: 100%; margin: 1em 0; }}
-th, td {{ text-align: left; vertical-align: top; padding: .5em .7em;
-          border-bottom: 1px solid #ddd; }}
-.severity {{ color: white; border-radius: 3px; padding: .1em .5em; white-space: nowrap; }}
-.advice {{ color: #555; }}
-.small {{ color: #555; font-size: .9em; }}
-</style>
-</head>
-<body>
-<h1>{title}</h1>
-<p>{summary}</p>
-{findings}
-{plots}
-<p class="small">{checked}</p>
-</body>
-</html>
-"""
+from trainer.page import plot_html
+from trainer.page import write_page as write
 
 
 def write_page(path: Path, view: RunView, diagnosis: Diagnosis) -> None:
@@ -46,25 +20,21 @@ def write_page(path: Path, view: RunView, diagnosis: Diagnosis) -> None:
     """
     plots = "<p>No step and no evaluation to plot yet.</p>"
     if len(view.steps) or view.evaluations:
-        plots = figure(view, diagnosis.findings).to_html(
-            full_html=False, include_plotlyjs=True, config={"displaylogo": False}
-        )
+        plots = plot_html(figure(view, diagnosis.findings))
     skipped = "".join(
         f" Not checked: {name} ({why})." for name, why in diagnosis.not_checked.items()
     )
     restarts = f", resumed at step {', '.join(map(str, view.restarts))}" if view.restarts else ""
-    text = _PAGE.format(
-        title=escape(f"doctor: {view.path}"),
-        summary=escape(
-            f"Step {view.last_step:,} of {view.config.train.steps:,}{restarts}; "
-            f"{len(view.checkpoints)} checkpoints, {len(view.evaluations)} evaluations."
-        ),
-        findings=_table(diagnosis.findings),
-        plots=plots,
-        checked=escape(f"Checked: {', '.join(diagnosis.checked)}.{skipped}"),
+    summary = (
+        f"Step {view.last_step:,} of {view.config.train.steps:,}{restarts}; "
+        f"{len(view.checkpoints)} checkpoints, {len(view.evaluations)} evaluations."
     )
-    with writing(path):
-        write_bytes(path, text.encode())
+    checked = f"Checked: {', '.join(diagnosis.checked)}.{skipped}"
+    body = (
+        f"<p>{escape(summary)}</p>{_table(diagnosis.findings)}{plots}"
+        f'<p class="small">{escape(checked)}</p>'
+    )
+    write(path, f"doctor: {view.path}", body)
 
 
 def _table(findings: list[Finding]) -> str:

@@ -6,10 +6,10 @@ reader can zoom into step 4,229 and read its value.
 
 from typing import TYPE_CHECKING
 
-from shared.errors import RunError
 from trainer.doctor.finding import Finding, format_steps
 from trainer.doctor.panels import make_panels
 from trainer.doctor.view import RunView
+from trainer.page import import_plotly
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -25,15 +25,7 @@ def figure(view: RunView, findings: list[Finding]) -> "go.Figure":
     Raises:
         RunError: plotly is not installed.
     """
-    try:
-        import plotly.graph_objects as go
-        from plotly.subplots import make_subplots
-    except ModuleNotFoundError:
-        raise RunError(
-            "the page is drawn by plotly, which is not installed. Install it: "
-            "pip install 'draftcache[report]'."
-        ) from None
-
+    go, make_subplots = import_plotly()
     panels = [panel for panel in make_panels(view, go) if panel.traces]
     whole = make_subplots(
         rows=len(panels),

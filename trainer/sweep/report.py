@@ -9,7 +9,8 @@ import optuna
 import plotly  # noqa: F401  # Optuna imports it only when it draws, after hours
 from optuna.trial import FrozenTrial, TrialState
 
-from shared.files import write_bytes, writing
+from trainer.page import plot_html, table_html
+from trainer.page import write_page as write
 from trainer.sweep.config import SweepConfig
 from trainer.sweep.files import Listing, num_bytes, num_changed
 from trainer.sweep.process import Traffic
@@ -17,30 +18,6 @@ from trainer.sweep.process import Traffic
 _MIN_IMPORTANCE = 4
 """Complete trials below which an importance of settings means nothing."""
 _UNFINISHED = "unfinished"
-
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<title>{title}</title>
-<style>
-body {{ font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 1200px;
-       padding: 0 1em; color: #222; }}
-h1 {{ font-size: 1.4em; }}
-table {{ border-collapse: collapse; width: 100%; margin: 1em 0; }}
-th, td {{ text-align: left; vertical-align: top; padding: .3em .7em;
-          border-bottom: 1px solid #ddd; }}
-tr.best {{ font-weight: bold; }}
-</style>
-</head>
-<body>
-<h1>{title}</h1>
-{summary}
-{table}
-{plots}
-</body>
-</html>
-"""
 
 
 def trial_rows(study: optuna.Study, sweep: SweepConfig) -> list[list[str]]:
@@ -117,16 +94,8 @@ def write_page(path: Path, study: optuna.Study, rows: list[list[str]], summary: 
     Raises:
         DraftCacheError: the path cannot be written.
     """
-    cells = [[escape(cell) for cell in row] for row in rows]
-    body = "".join(f"<tr><td>{'</td><td>'.join(row)}</td></tr>" for row in cells[1:])
-    text = _PAGE.format(
-        title=escape(f"sweep: {path.parent}"),
-        summary="".join(f"<p>{escape(line)}</p>" for line in summary),
-        table=f"<table><tr><th>{'</th><th>'.join(cells[0])}</th></tr>{body}</table>",
-        plots=_plots(study, rows[0][2]),
-    )
-    with writing(path):
-        write_bytes(path, text.encode())
+    lines = "".join(f"<p>{escape(line)}</p>" for line in summary)
+    write(path, f"sweep: {path.parent}", lines + table_html(rows) + _plots(study, rows[0][2]))
 
 
 def _plots(study: optuna.Study, metric: str) -> str:
@@ -146,8 +115,7 @@ def _plots(study: optuna.Study, metric: str) -> str:
             evaluator = optuna.importance.PedAnovaImportanceEvaluator()
             figures.append(draw.plot_param_importances(study, evaluator, target_name=metric))
     return "".join(
-        figure.to_html(full_html=False, include_plotlyjs=number == 0, config={"displaylogo": False})
-        for number, figure in enumerate(figures)
+        plot_html(figure, with_script=number == 0) for number, figure in enumerate(figures)
     )
 
 

@@ -1,0 +1,1 @@
+"""Speculative decoding with the real target. The only part of stage two that loads one."""

@@ -1,0 +1,99 @@
+"""The drafter to decode with: of a run's newest checkpoint, or of an exported directory."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shared.errors import RunError
+from shared.files import read_json
+from trainer.decoding.target import Target
+from trainer.drafter import Drafter
+from trainer.drafter_directory import read_config, read_weights, require_tensors
+from trainer.exporting.zlab import dflash_shapes, drafter_of
+from trainer.run import Run
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class DrafterSource:
+    """A drafter with the weights that are served, bfloat16, held as float32."""
+
+    where: str
+    drafter: Drafter
+    target_layer_ids: tuple[int, ...]
+    sizes: dict[str, int]
+    """Of the target, as far as it is known: `hidden_size`, `num_hidden_layers`, `vocab_size`."""
+
+    step: int | None
+    """Of the checkpoint; None for a directory, which does not say."""
+
+    @classmethod
+    def read(cls, path: Path) -> "DrafterSource":
+        """The drafter at `path`: a run, or a directory in z-lab's layout.
+
+        Raises:
+            RunError: neither, or what is there cannot be used.
+        """
+        config = read_json(path / "config.json") if (path / "config.json").is_file() else {}
+        if "speculators_model_type" in config:
+            raise RunError(
+                f"{path}: a drafter in the format of speculators. Give the run, or its export by "
+                "`trainer export --format dflash`."
+            )
+        return cls._of_directory(path) if "hidden_size" in config else cls._of_run(Run(path))
+
+    @classmethod
+    def _of_directory(cls, path: Path) -> "DrafterSource":
+        where = str(path)
+        config = read_config(path, where)
+        settings = drafter_of(config, where)
+        draft = config.get("dflash_config") or {}
+        layer_ids = draft.get("target_layer_ids", config.get("target_layer_ids"))
+        if not isinstance(layer_ids, list) or not all(isinstance(i, int) for i in layer_ids):
+            raise RunError(f"{where}: its config.json has no list target_layer_ids.")
+        tensors, _ = read_weights(path, where)
+        shaped = config | {"dflash_config": {"target_layer_ids": layer_ids}}
+        require_tensors(tensors, dflash_shapes(shaped), where)
+        drafter = Drafter(settings, config["hidden_size"], len(layer_ids))
+        drafter.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+        names = {"hidden_size": "hidden_size", "vocab_size": "vocab_size"}
+        names["num_target_layers"] = "num_hidden_layers"
+        sizes = {ours: config[name] for name, ours in names.items() if name in config}
+        return cls(where, drafter, tuple(layer_ids), sizes, None)
+
+    @classmethod
+    def _of_run(cls, run: Run) -> "DrafterSource":
+        config, snapshot = run.config(), run.require_checkpoint()
+        if config.train.zero_features:
+            raise RunError(
+                f"{run.path}: trained with train.zero_features, for comparison only: no engine "
+                "serves a drafter without the target's states."
+            )
+        hidden_size = snapshot.cache["hidden_size"]
+        layer_ids = tuple(snapshot.cache["target_layer_ids"])
+        drafter = Drafter(config.drafter, hidden_size, len(layer_ids))
+        # Rounded as an export is: the figures are those of what will be served.
+        drafter.load_state_dict(
+            {name: value.to(torch.bfloat16).float() for name, value in snapshot.drafter.items()}
+        )
+        sizes = {"hidden_size": hidden_size}
+        return cls(str(run.path), drafter, layer_ids, sizes, snapshot.step)
+
+    def require_target(self, target: Target) -> None:
+        """Refuse a target of other sizes than the drafter was trained for.
+
+        Raises:
+            RunError: naming what differs.
+        """
+        found = {name: getattr(target.config, name) for name in self.sizes}
+        wrong = [
+            f"{name} {found[name]}, expected {size}"
+            for name, size in self.sizes.items()
+            if found[name] != size
+        ]
+        if self.drafter.config.mask_token_id >= target.config.vocab_size:
+            wrong.append(f"no token {self.drafter.config.mask_token_id}, the drafter's mask token")
+        if wrong:
+            raise RunError(
+                f"{target.name}: not the target of the drafter {self.where} ({'; '.join(wrong)})."
+            )
