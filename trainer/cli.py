@@ -7,7 +7,7 @@ import click
 
 from shared import cli, config, log
 from shared.errors import RunError
-from shared.location import Location
+from trainer.commands.evaluate import evaluate
 from trainer.config import TrainConfig
 from trainer.run import Run
 
@@ -23,6 +23,7 @@ def main() -> None:
       trainer train --config run.toml
       trainer export RUN
       trainer summary RUN
+      trainer evaluate RUN --target DIR --prompts FILE
       trainer doctor RUN
       trainer sweep --config run.toml --space sweep.toml -o SWEEP
     """
@@ -103,23 +104,7 @@ def sweep_command(
         raise click.exceptions.Exit(128 + stopped_by)
 
 
-@main.command()
-@_run
-@click.option("--cache", type=cli.LocationType(), help="Another cache of the same settings.")
-@click.option(
-    "--samples", type=click.IntRange(min=1), help="Held-out samples; default as configured."
-)
-@cli.json_option
-def evaluate(run: Path, cache: Location | None, samples: int | None, as_json: bool) -> None:
-    """Held-out loss and acceptance length of the newest checkpoint, from a cache."""
-    from trainer.evaluate import evaluate_run
-    from trainer.summary import evaluation_rows
-
-    result = evaluate_run(Run(run), cache=cache, max_samples=samples)
-    if as_json:
-        cli.print_json(result)
-        return
-    cli.print_table(evaluation_rows(result))
+main.add_command(evaluate)
 
 
 @main.command()

