@@ -31,10 +31,16 @@ from cache_builder.config import (
 from shared.cache import Cache
 from tests.conftest import DEMO_DATA, write_jsonl
 from trainer import config as training
-from trainer.acceptance import walk
+from trainer.acceptance import chain_accepted, rank_of_gold, tree_accepted, walk
 from trainer.anchors import legal_anchors
 from trainer.batch import collate
+from trainer.decoding.decode import Decoded, decode_plain, decode_speculatively
+from trainer.decoding.drafting import Drafting
+from trainer.decoding.source import DrafterSource
+from trainer.decoding.strategy import GreedyChain, GreedyTree, Strategy
+from trainer.decoding.target import Target
 from trainer.export import export_dflash
+from trainer.ranking import best_tokens
 from trainer.run import Run
 from trainer.session import Session
 from trainer.step import forward_blocks
@@ -46,6 +52,7 @@ NUM_PROMPTS = 4
 NEW_TOKENS = 48
 BLOCK = 8
 MASK_TOKEN = 16
+BUDGETS = (8, 32)
 TIE = 2e-2
 """Logits closer than this count as tied: the cache rounds states to bfloat16, serving does not."""
 
@@ -227,6 +234,86 @@ def test_accepted_lengths_from_the_cache_are_those_of_serving(
     assert tau_online > 1.3, "too few accepted drafts for this test to mean anything"
     assert num_ties <= len(online) // 50
     assert abs(tau_offline - tau_online) <= 8 * num_ties / len(online)
+
+
+@pytest.fixture(scope="module")
+def tapped(run: Run, target: Any) -> tuple[DrafterSource, Target]:
+    """Drafter and target as `trainer evaluate --target` puts them together."""
+    source = DrafterSource.read(run.path)
+    tapped = Target(target, source.target_layer_ids, "the demo target")
+    source.require_target(tapped)
+    return source, tapped
+
+
+def _decode(
+    tapped: tuple[DrafterSource, Target], prompt: list[int], strategy: Strategy, num_new: int
+) -> Decoded:
+    source, target = tapped
+    drafting = Drafting(source.drafter, target.decoder)
+    return decode_speculatively(target, drafting, prompt, strategy, num_new)
+
+
+def test_our_rounds_are_those_of_the_published_client(
+    served: list[Served], tapped: tuple[DrafterSource, Target]
+) -> None:
+    for result in served:
+        decoded = _decode(tapped, result.prompt_ids, GreedyChain(), NEW_TOKENS + BLOCK)
+        assert decoded.token_ids == result.served_ids
+        assert decoded.produced == result.produced
+
+
+def test_what_is_reckoned_is_what_is_decoded_by_chains_and_trees(
+    answers: list[tuple[list[int], list[int]]],
+    run: Run,
+    tapped: tuple[DrafterSource, Target],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """From the same states in float32, round by round; from the cache's bfloat16, nearly."""
+    source, target = tapped
+    session = Session.open(run.config())
+    head = session.cache.head().to("cpu", torch.float32)
+    read = [session.cache.read(i) for i in range(len(session.cache.index))]
+    samples = {tuple(sample.token_ids.tolist()): sample for sample in read}
+    strategies = {0: GreedyChain(), **{budget: GreedyTree(budget) for budget in BUDGETS}}
+    from_cache, decoded_all = ({name: [] for name in strategies} for _ in range(2))
+    for prompt, answer in answers:
+        plain = decode_plain(target, prompt, GreedyChain(), len(answer))
+        assert plain.token_ids == answer
+        sample = samples[tuple(prompt + answer)]
+        anchors = legal_anchors(sample.loss_mask.astype(bool))
+        batch = collate([sample], [anchors], epoch=0, bucket=0)
+        live_NF = target.forward(prompt + answer, target.new_cache()).features_NF.clone()
+        live_SLD = live_NF.unflatten(1, (len(target.layer_ids), -1))
+        for features_SLD, is_live in ((live_SLD, True), (session.features.unpack(batch), False)):
+            with torch.no_grad():
+                forward = forward_blocks(source.drafter, head, batch, features_SLD, MASK_TOKEN)
+                logits_AKV = forward.hidden_AKD @ head.lm_head_VD.T
+            log_p_MT, token_MT = best_tokens(logits_AKV[:, 1:].flatten(0, 1), 64)
+            shape = (len(anchors), BLOCK - 1, -1)
+            gold_AP = forward.blocks.label_AK[:, 1:].numpy()
+            rank_AP = rank_of_gold(token_MT.reshape(shape).numpy(), gold_AP)
+            num_gold_A = forward.blocks.supervised_AK[:, 1:].long().cumprod(1).sum(1).numpy()
+            log_p_APT = log_p_MT.reshape(shape).numpy()
+            tree_AU = tree_accepted(log_p_APT, rank_AP, num_gold_A, BUDGETS)
+            accepted = dict(zip(BUDGETS, tree_AU.T, strict=True))
+            accepted[0] = chain_accepted(rank_AP, num_gold_A)
+            for name, strategy in strategies.items():
+                rounds = walk(np.append(accepted[name], 0)).tolist()
+                if not is_live:
+                    from_cache[name] += rounds
+                    continue
+                decoded = _decode(tapped, prompt, strategy, len(answer))
+                assert decoded.token_ids == answer
+                assert decoded.produced == rounds, name
+                decoded_all[name] += decoded.produced
+    taus = {name: (np.mean(decoded_all[name]), np.mean(from_cache[name])) for name in strategies}
+    with capsys.disabled():
+        for name, (tau, cached) in taus.items():
+            print(f"\nbudget {name}: tau {tau:.4f} decoded, {cached:.4f} from the cache", end="")  # noqa: T201
+        print()  # noqa: T201
+    assert 1.3 < taus[0][0] < taus[BUDGETS[0]][0] < taus[BUDGETS[1]][0]
+    for tau, cached in taus.values():
+        assert abs(cached - tau) < 0.03 * tau
 
 
 def _accept(
