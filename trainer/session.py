@@ -124,8 +124,8 @@ class Session:
                 )
 
 
-def pick_device(name: str, local_rank: int = 0) -> torch.device:
-    """The device of `train.device`; `auto` is the GPU of that number, where there are any.
+def pick_device(name: str, local_rank: int = 0, *, setting: str = "train.device") -> torch.device:
+    """The device of a setting; `auto` is the GPU of that number, where there are any.
 
     Raises:
         ConfigError: it is not there.
@@ -137,9 +137,9 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"train.device {name!r}: {error}") from None
+        raise ConfigError(f"{setting} {name!r}: {error}") from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"train.device {name!r}: torch sees no CUDA device here.")
+        raise ConfigError(f"{setting} {name!r}: torch sees no CUDA device here.")
     return device
 
 

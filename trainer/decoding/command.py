@@ -43,7 +43,7 @@ def evaluate_with_target(
     if config.temperature and config.tree_budgets:
         raise ConfigError("--tree-budget: trees are decoded greedily. Leave out --temperature.")
     source = DrafterSource.read(drafter)
-    picked = pick_device(device)
+    picked = pick_device(device, setting="--device")
     target = Target.load(target_path, source.target_layer_ids, dtype=dtype, device=picked)
     source.require_target(target)
     evaluation = Evaluation(target, source.drafter.to(target.device, target.dtype).eval(), config)

@@ -35,8 +35,8 @@ class KeyValueCache:
                 chosen = begin + torch.tensor(kept, device=layer.keys.device)
                 for rows in (layer.keys, layer.values):
                     rows[:, :, begin:end] = rows[:, :, chosen]
-        if (surplus := len(self) - end) > 0:
-            self.rows.crop(-surplus)
+        # Of nothing too: only then does a window let go of what has left it.
+        self.rows.crop(end - len(self))
 
 
 def require_croppable(config: Any, name: str) -> None:

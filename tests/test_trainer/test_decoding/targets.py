@@ -49,7 +49,9 @@ class Oracle:
     out of the reach of any tree.
     """
 
-    def __init__(self, num_prompt: int, text: Sequence[int], num_slots: int = 7) -> None:
+    def __init__(
+        self, num_prompt: int, text: Sequence[int], num_slots: int = 7, *, is_right: bool = False
+    ) -> None:
         self.num_context = 0
         self.features: list[Tensor] = []
         self._num_prompt = num_prompt
@@ -62,7 +64,7 @@ class Oracle:
         for at in range(len(text)):
             for slot in range(num_slots):
                 row_V, token = self.logits_TPV[at, slot], padded[at + slot + 1]
-                rank = int(rank_TP[at, slot])
+                rank = 0 if is_right else int(rank_TP[at, slot])
                 others_V = row_V[torch.arange(VOCAB) != token].sort(descending=True).values
                 row_V[token] = others_V[-1] - 1 if rank < 0 else others_V[rank] + 1e-4
                 if rank == 0:

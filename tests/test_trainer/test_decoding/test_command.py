@@ -157,6 +157,7 @@ def test_what_is_no_drafter_or_no_target_is_refused(
     result = evaluate(run.path, "--target", str(tmp_path))
     assert isinstance(result.exception, TargetError)
     assert "no target here" in str(result.exception)
+    assert str(error(evaluate(run.path, "--device", "nope"))).startswith("--device 'nope': ")
     speculators = export_speculators(run, tmp_path / "speculators")
     assert "a drafter in the format of speculators" in str(error(evaluate(speculators)))
 

@@ -94,16 +94,20 @@ def test_the_limit_cuts_the_last_round(target: Target, text: list[int]) -> None:
         assert sum(decoded.produced) == limit - 1
 
 
-def test_a_window_is_rolled_back_too_but_takes_no_tree() -> None:
+@pytest.mark.parametrize("is_right", [False, True])
+def test_a_window_is_rolled_back_too_but_takes_no_tree(is_right: bool) -> None:
     from transformers import MistralConfig, MistralForCausalLM
 
     torch.manual_seed(0)
-    target = target_of(MistralForCausalLM(MistralConfig(**sizes(sliding_window=9))))
+    model = MistralForCausalLM(MistralConfig(**sizes(sliding_window=9)))
+    out = model.generate(torch.tensor([PROMPT]), max_new_tokens=NEW, do_sample=False)
+    target = target_of(model)
     text = decode_plain(target, PROMPT, GreedyChain(), NEW).token_ids
-    oracle: Any = Oracle(len(PROMPT), text)
+    assert text == out[0, len(PROMPT) :].tolist()
+    oracle: Any = Oracle(len(PROMPT), text, is_right=is_right)
     decoded = decode_speculatively(target, oracle, PROMPT, GreedyChain(), NEW)
     assert decoded.token_ids == text
-    assert sum(decoded.accepted) > 5
+    assert decoded.accepted == [7, 7, 7, 7, 7] if is_right else sum(decoded.accepted) > 5
     with pytest.raises(TargetError, match=r"layer 0 \(DynamicSlidingWindowLayer\) is not plain"):
         target.require_plain_attention()
 
