@@ -3,7 +3,6 @@
 M slots   V vocabulary   T ranks kept
 """
 
-import torch
 from torch import Tensor
 
 NUM_RANKS = 64
