@@ -14,6 +14,7 @@ from cache_builder.jobs import capture_shards, make_job, require_workers
 from cache_builder.lock import builder_lock
 from cache_builder.plan import Plan, find_plans
 from cache_builder.planning import find_or_make_plan
+from cache_builder.projecting import put_projection
 from cache_builder.retirement import recorded_shards
 from cache_builder.target import resolve_target, stamp_files
 from cache_builder.tokens import load_template
@@ -65,6 +66,8 @@ def build(config: BuildConfig, *, retry_quarantined: bool = False) -> BuildRepor
             path.mkdir(parents=True, exist_ok=True)
     with builder_lock(path), explaining_interrupts(path):
         prepared = open_or_create(path, spec)
+        if prepared is None:
+            put_projection(path, config.capture.projection, spec)
         require_records(path, spec)
         plan = find_or_make_plan(config, spec, template, retry_quarantined=retry_quarantined)
         leftovers = discard_uncommitted(path)

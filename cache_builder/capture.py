@@ -25,6 +25,7 @@ from shared.errors import CaptureError
 from shared.files import remove_tree
 from shared.location import Location
 from shared.manifest import ShardRecord
+from shared.projection import Projection
 from shared.shard_writer import ShardWriter
 from shared.spec import CaptureSpec
 
@@ -70,6 +71,7 @@ class ShardCapture:
         spec: CaptureSpec,
         target: Target,
         *,
+        projection: Projection | None,
         calibration: Calibration | None,
         calibration_name: str | None,
         min_free_bytes: int,
@@ -79,6 +81,7 @@ class ShardCapture:
         self._spec = spec
         self._target = target
         self._calibration = calibration.to(target.device) if calibration is not None else None
+        self._projection = projection
         self._calibration_name = calibration_name
         self._min_free_bytes = min_free_bytes
 
@@ -144,7 +147,9 @@ class ShardCapture:
         files = ShardWriter(wip, self._spec, shard_id)
         positions, device = self._plan.shard_positions(shard_id), self._target.device
         try:
-            with BatchWriter(files, self._spec, shard_id, self._calibration, device) as writer:
+            with BatchWriter(
+                files, self._spec, shard_id, self._calibration, device, self._projection
+            ) as writer:
                 for part in micro_batches(self._plan.lengths(positions), forward.batch_tokens):
                     require_floor(workspace(self._cache), self._min_free_bytes)
                     began = time.perf_counter()

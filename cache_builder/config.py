@@ -158,6 +158,10 @@ class CaptureConfig:
     layer on disk, and the blocks above the last tap are run. `post_norm`, after the final norm, is
     what the LM head reads; `pre_norm` is for those who need the norm's input."""
 
+    projection: Path | None = None
+    """File that `trainer projection` wrote of a pilot of this target with these blocks: stored are
+    its products with the states, a few times fewer values, instead of the states themselves."""
+
     batch_tokens: int = 16384
     """Tokens of one forward, padding included. One longer sample goes alone."""
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from cache_builder.config import BuildConfig
+from cache_builder.projecting import describe_projection
 from cache_builder.taps import default_layer_ids
 from cache_builder.target import describe_target
 from cache_builder.target_config import load_config
@@ -19,6 +20,7 @@ from shared.cache import (
     GENERATIONS,
     HEAD,
     PLANS,
+    PROJECTION,
     RECORDS,
     TARGET,
     WIP,
@@ -42,7 +44,7 @@ _TARGET_FILES = (
     "chat_template.jinja",
 )
 _DIRECTORIES = (PLANS, RECORDS, GENERATIONS, CALIBRATIONS, WIP, TARGET, GROUP)
-_OWN_NAMES = {*_DIRECTORIES, "builder.lock", "workers.lock", HEAD}
+_OWN_NAMES = {*_DIRECTORIES, "builder.lock", "workers.lock", HEAD, PROJECTION}
 
 
 def describe_capture(config: BuildConfig, target_path: Path, template: ChatTemplate) -> CaptureSpec:
@@ -50,6 +52,7 @@ def describe_capture(config: BuildConfig, target_path: Path, template: ChatTempl
 
     Raises:
         TargetError: a tap is out of range.
+        CacheError: `capture.projection` is none of this target and these blocks.
     """
     target = describe_target(target_path, config.target)
     layer_ids = config.capture.target_layer_ids or default_layer_ids(
@@ -63,11 +66,12 @@ def describe_capture(config: BuildConfig, target_path: Path, template: ChatTempl
             tokens=tokens,
             target_layer_ids=layer_ids,
             last_hidden=config.capture.last_hidden,
+            projection=describe_projection(config, target, layer_ids),
             codec=codec.to_dict(),
         )
     except ValueError as error:
         raise DataError(f"capture: {error}") from None
-    check_chunk_bytes(codec, spec.num_captured, target.hidden_size)
+    check_chunk_bytes(codec, spec.num_captured, spec.width)
     return spec
 
 

@@ -12,6 +12,7 @@ from cache_builder.description import create_directories, describe_capture
 from cache_builder.devices import Devices, describe_devices, pick_devices
 from cache_builder.plan import Plan, PlanWriter
 from cache_builder.planning import committed_samples, make_plan
+from cache_builder.projecting import put_projection
 from cache_builder.space import bytes_here, free_bytes
 from cache_builder.target import resolve_target, stamp_files
 from cache_builder.tokens import load_template
@@ -48,6 +49,7 @@ def estimate(config: BuildConfig) -> dict[str, Any]:
         scratch = Path(name) / "cache"
         scratch.mkdir()
         create_directories(scratch)
+        put_projection(scratch, config.capture.projection, spec)
         plan = make_plan(config, spec, template, plans=scratch / "all", key="estimate", known=known)
         if not len(plan):
             return {
@@ -91,6 +93,7 @@ def estimate(config: BuildConfig) -> dict[str, Any]:
         "already_cached": len(known),
         "target_layer_ids": list(spec.target_layer_ids),
         "last_hidden": spec.last_hidden,
+        "projection": spec.to_dict().get("projection"),
         "sampled_tokens": sampled,
         "bytes_per_token": bytes_per_token,
         "raw_bytes_per_token": spec.raw_bytes_per_token,
@@ -147,7 +150,8 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("new tokens", f"{facts['num_tokens']:,}"),
         (
             "stored",
-            f"blocks {facts['target_layer_ids']}, last hidden state: {facts['last_hidden']}",
+            f"blocks {facts['target_layer_ids']}{_projected(facts['projection'])}, last hidden "
+            f"state: {facts['last_hidden']}",
         ),
         (
             "bytes per token",
@@ -166,3 +170,7 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
             f"{len(facts['devices'])} x {facts['devices'][0]}",
         ),
     ]
+
+
+def _projected(projection: dict[str, Any] | None) -> str:
+    return "" if projection is None else f" projected to {projection['rank']:,} values"

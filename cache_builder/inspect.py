@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from shared import config as configs
 from shared.cache import Cache
 from shared.location import Location
 from shared.quantity import count, size
@@ -38,6 +39,7 @@ def inspect_cache(path: Location) -> dict[str, Any]:
         "stored_over_raw": totals.stored_bytes / raw_bytes if raw_bytes else None,
         "target_layer_ids": list(spec.target_layer_ids),
         "last_hidden": spec.last_hidden,
+        "projection": _projection(cache),
         "hidden_size": spec.target.hidden_size,
         "vocab_size": spec.target.vocab_size,
         "target": cache.description.get("target_name"),
@@ -97,6 +99,7 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("target", f"{facts['target']}, {facts['target_dtype']}"),
         *([("imported", _origin(facts["origin"]))] if facts["origin"] else []),
         ("blocks", f"{facts['target_layer_ids']} of hidden size {facts['hidden_size']}"),
+        *([("projection", _projected(facts["projection"]))] if facts["projection"] else []),
         ("last hidden state", facts["last_hidden"]),
         ("lengths", ", ".join(f"{key}: {count}" for key, count in facts["lengths"].items())),
         ("sources", ", ".join(f"{tag}: {count}" for tag, count in facts["sources"].items())),
@@ -110,6 +113,20 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
             )
         )
     return table
+
+
+def _projection(cache: Cache) -> dict[str, Any] | None:
+    """Digest of the projection and how it was made."""
+    spec, made = cache.spec.projection, cache.projection_provenance()
+    return None if spec is None else {"sha256": spec.sha256, **configs.to_dict(made)}
+
+
+def _projected(projection: dict[str, Any]) -> str:
+    made = "principal directions" if projection["kind"] == "principal" else "the fc of a pilot"
+    if projection["step"] is not None:
+        made += f" of {projection['step']:,} steps"
+    rows = "orthonormal rows" if projection["is_orthonormal"] else "rows as they were"
+    return f"to {projection['rank']:,} values by {made}, {rows}, {projection['sha256'][:16]}"
 
 
 def _origin(origin: dict[str, Any]) -> str:

@@ -56,7 +56,7 @@ def capture_shards(
         if is_ray
         else pick_devices(workers, num_shards=len(tasks), target_path=job.target_path)
     )
-    per_token = job.spec.raw_bytes_per_token * job.spec.build_codec().expected_ratio
+    per_token = job.spec.row_bytes_per_token * job.spec.build_codec().expected_ratio
     needed, largest = total * per_token, max(tokens.values(), default=0) * per_token
     here = bytes_here(job.cache, needed, largest, len(devices))
     require_fit(workspace(job.cache), here, job.min_free_bytes)

@@ -151,7 +151,7 @@ def make_plan(
         return writer.commit(
             key=key,
             forward=config.forward,
-            shard_tokens=max(1, int(config.plan.shard_mib * 2**20) // spec.raw_bytes_per_token),
+            shard_tokens=max(1, int(config.plan.shard_mib * 2**20) // spec.row_bytes_per_token),
             report={**corpus.report.to_dict(), "already_cached": num_known},
         )
     finally:

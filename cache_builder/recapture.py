@@ -1,6 +1,6 @@
 """Running stored samples through the target again, and comparing.
 
-T tokens of one sample   L captured layers   D hidden size
+T tokens of one sample   L stored rows   N rows that they may be   D hidden size, or the rank
 """
 
 from dataclasses import dataclass, field, replace
@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from cache_builder.config import TargetConfig
@@ -39,10 +40,10 @@ class Recapture:
     """Samples whose every bit is the same."""
 
     largest: list[float] = field(default_factory=list)
-    """Per layer: the largest distance of a sample, as in `block_distances`."""
+    """Per row: the largest distance of a sample, as in `block_distances`."""
 
     allowed: list[float] = field(default_factory=list)
-    """Per layer: the smallest distance that would have been a problem."""
+    """Per row: the smallest distance that would have been a problem."""
 
     problems: list[Problem] = field(default_factory=list)
 
@@ -63,8 +64,10 @@ def recapture(path: Location, target_path: Path, num_samples: int, *, seed: int 
     """Compare `num_samples` random samples, decoded, with what the target in `target_path` gives.
 
     A sample is a problem if a layer differs by more than `NOISE` plus what the codec loses of it,
-    or if the block before or behind it is clearly nearer. Each is run alone, not in the batch it
-    was captured in. Where all is within that, ids, positions and layers are the right ones too.
+    or if the block before or behind it is clearly nearer; of projected states, if their projection
+    does, or one with such a neighbour in place of one block is nearer. Each is run alone, not in
+    the batch it was captured in. Where all is within that, ids, positions and layers are the right
+    ones too.
 
     Raises:
         CacheError: the cache cannot be opened.
@@ -78,8 +81,9 @@ def recapture(path: Location, target_path: Path, num_samples: int, *, seed: int 
     report = Recapture(cache.spec, largest=[0.0] * num_layers, allowed=[1.0] * num_layers)
     count = min(num_samples, len(cache.index))
     chosen = np.random.default_rng(seed).choice(len(cache.index), count, replace=False)
+    candidates = _Candidates(cache, nearby)
     for position in tqdm(np.sort(chosen).tolist(), desc="recapture", disable=None):
-        _compare(cache, target, nearby, position, report)
+        _compare(cache, target, candidates, position, report)
     return report
 
 
@@ -117,10 +121,43 @@ def _open_target(cache: Cache, path: Path, nearby: CaptureSpec) -> Target:
     return target
 
 
+class _Candidates:
+    """What the stored rows of a sample may be: those that they should be, and near misses.
+
+    Attributes:
+        names: of each, N of them.
+    """
+
+    def __init__(self, cache: Cache, nearby: CaptureSpec) -> None:
+        """`nearby` has the layers that the target gives."""
+        self._projection = cache.projection()
+        self._layers = nearby.layer_names
+        spec = cache.spec.unprojected()
+        self.names = list(nearby.layer_names)
+        self._choices = [[self._layers.index(name) for name in spec.layer_names]]
+        if self._projection is None:
+            return
+        self.names = list(cache.spec.layer_names)
+        for tap, block in enumerate(spec.target_layer_ids):
+            for other in (block - 1, block + 1):
+                if (name := f"block {other}") in self._layers:
+                    swapped = self._choices[0].copy()
+                    swapped[tap] = self._layers.index(name)
+                    self._choices.append(swapped)
+                    self.names.append(f"the projection with {name} in place of block {block}")
+
+    def of(self, fresh_TMD: Tensor) -> Tensor:
+        """All of them, bfloat16 [T, N, D], from the M layers that the target gave."""
+        if self._projection is None:
+            return fresh_TMD
+        own, *others = [self._projection.rows(fresh_TMD[:, choice]) for choice in self._choices]
+        return torch.cat([own, *(rows[:, :1] for rows in others)], 1)
+
+
 def _compare(
-    cache: Cache, target: Target, nearby: CaptureSpec, position: int, report: Recapture
+    cache: Cache, target: Target, candidates: _Candidates, position: int, report: Recapture
 ) -> None:
-    """Compare one sample; `nearby` has the layers that `target` gives."""
+    """Compare one sample."""
     shard_id = cache.shard_ids[int(cache.index.shard[position])]
     where = f"{cache.path}: shard {shard_id}, sample {cache.index.sample_id(position)}"
     try:
@@ -130,9 +167,9 @@ def _compare(
     except CacheError as error:
         report.problems.append(Problem("shard", shard_id, "damaged", str(error)))
         return
-    names = nearby.layer_names
+    names = candidates.names
     own_L = [names.index(name) for name in report.spec.layer_names]
-    fresh_TND = target.capture([sample.token_ids])[0].cpu()
+    fresh_TND = candidates.of(target.capture([sample.token_ids])[0].cpu())
     fresh_TLD = fresh_TND[:, own_L].contiguous()
     report.num_samples += 1
     report.num_equal += torch.equal(stored_TLD.view(torch.int16), fresh_TLD.view(torch.int16))

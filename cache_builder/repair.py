@@ -16,6 +16,7 @@ from cache_builder.description import (
 from cache_builder.jobs import capture_shards, make_job
 from cache_builder.lock import builder_lock
 from cache_builder.plan import Plan
+from cache_builder.projecting import put_projection
 from cache_builder.retirement import retired_shards
 from cache_builder.stored_plans import own_plans
 from cache_builder.target import resolve_target, stamp_files
@@ -156,7 +157,8 @@ def _require_replaceable(problems: Sequence[Problem]) -> None:
 
 
 def _restore_copies(config: BuildConfig, problems: Sequence[Problem]) -> None:
-    """Put back what is a copy of something else: generation manifests, files of the target."""
+    """Put back what is a copy of something else: generation manifests, files of the target, the
+    projection."""
     path = config.cache.path
     for problem in problems:
         if problem.piece == "generation":
@@ -167,6 +169,8 @@ def _restore_copies(config: BuildConfig, problems: Sequence[Problem]) -> None:
             logger.warning("%s It was written again.", problem.message)
         elif problem.piece == "target":
             _restore_target_file(config, problem)
+        elif problem.piece == "projection":
+            _restore_projection(config, problem)
         elif problem.piece in ("plan", "records"):
             logger.warning("%s", problem.message)
 
@@ -182,6 +186,17 @@ def _restore_target_file(config: BuildConfig, problem: Problem) -> None:
         )
     copy_target_file(target_path, path, problem.name)
     logger.warning("%s It was copied from the target again.", problem.message)
+
+
+def _restore_projection(config: BuildConfig, problem: Problem) -> None:
+    path, source = config.cache.path, config.capture.projection
+    if source is None:
+        raise CacheError(
+            f"{problem.message} Name the file that the cache was built with in capture.projection: "
+            "it is copied from there."
+        )
+    put_projection(path, source, read_prepared(path)[0])
+    logger.warning("%s It was copied from %s again.", problem.message, source)
 
 
 def _open_plans(path: Location) -> list[Plan]:

@@ -1,4 +1,5 @@
-"""What happens to captured states: checks, codec, copy, encoding; beside the next forward.
+"""What happens to captured states: checks, projection, codec, copy, encoding; beside the next
+forward.
 
 T tokens of one sample   L captured layers   D hidden size
 """
@@ -17,6 +18,7 @@ from cache_builder.memory import is_out_of_memory
 from cache_builder.plan import PlannedSample
 from cache_builder.quality import LayerSums, find_fault
 from shared.codec import Calibration, Packed
+from shared.projection import Projection
 from shared.shard import CapturedSample
 from shared.shard_writer import ShardWriter
 from shared.spec import CaptureSpec
@@ -61,11 +63,14 @@ class BatchWriter:
         shard_id: str,
         calibration: Calibration | None,
         device: torch.device,
+        projection: Projection | None = None,
     ) -> None:
         self._writer = writer
         self._spec = spec
         self._shard_id = shard_id
         self._codec = spec.build_codec()
+        self._projection = projection
+        self._captured_names = spec.unprojected().layer_names
         self._calibration = calibration
         is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
@@ -122,7 +127,10 @@ class BatchWriter:
     @torch.inference_mode()
     def _store(self, sample: PlannedSample, hidden_TLD: Tensor) -> None:
         began = time.perf_counter()
-        fault = find_fault(hidden_TLD, self._spec.layer_names)
+        fault = find_fault(hidden_TLD, self._captured_names)
+        if self._projection is not None and fault is None:
+            hidden_TLD = self._projection.rows(hidden_TLD)
+            fault = find_fault(hidden_TLD, self._spec.layer_names)
         if fault is not None:
             logger.warning("sample %s: %s; quarantined", sample.sample_id, fault)
             self.quarantined[sample.sample_id] = fault

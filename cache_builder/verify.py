@@ -32,6 +32,7 @@ Piece = Literal[
     "index",
     "head",
     "calibration",
+    "projection",
     "target",
     "plan",
     "records",
@@ -132,6 +133,10 @@ def _verify_whole(cache: Cache) -> list[Problem]:
         cache.calibration(cache.description["calibration"])
     except CacheError as error:
         problems.append(_problem("calibration", error))
+    try:
+        cache.projection()
+    except CacheError as error:
+        problems.append(_problem("projection", error))
     try:
         _ = cache.index
     except CacheError as error:

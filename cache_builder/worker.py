@@ -5,7 +5,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from cache_builder.capture import ShardCapture, Timing
 from cache_builder.config import Forward, TargetConfig
@@ -13,7 +16,13 @@ from cache_builder.crew import Message, Request
 from cache_builder.devices import Devices
 from cache_builder.plan import Plan
 from cache_builder.target import FileStamps, Target, require_unchanged
-from shared.cache import HEAD, calibration_key, calibration_to_bytes, read_calibration
+from shared.cache import (
+    HEAD,
+    calibration_key,
+    calibration_to_bytes,
+    read_calibration,
+    read_projection,
+)
 from shared.files import sha256_bytes
 from shared.location import Location
 from shared.manifest import ShardRecord
@@ -66,6 +75,8 @@ class Worker:
             job.target_path, job.target, spec.target_layer_ids, spec.last_hidden, *devices
         )
         require_unchanged(job.target_path, job.target_stamps)
+        projection = read_projection(open_storage(job.cache), spec)
+        self._projection = None if projection is None else projection.to(self._target.device)
 
     def answer(self, request: Request, progress: Callable[[int], None]) -> Message:
         """Do what a request of `crew` asks for; `progress` is told tokens meanwhile."""
@@ -84,7 +95,7 @@ class Worker:
         if codec.needs_calibration:
             with self._threads(self._plan.forward.threads):
                 states = [
-                    self._target.capture([self._plan.sample(position).token_ids])[0]
+                    self._rows(self._plan.sample(position).token_ids)
                     for position in self._plan.calibration_positions(_CALIBRATION_TOKENS)
                 ]
                 calibration = codec.calibrate(torch.cat(states))
@@ -93,6 +104,11 @@ class Worker:
             name = sha256_bytes(data)
             open_storage(job.cache).put(calibration_key(name), data)
         return Prepared(sha256_bytes(head), name)
+
+    def _rows(self, token_ids: npt.NDArray[np.int32]) -> Tensor:
+        """What would be stored of one sample, bfloat16 [T, L, width]."""
+        states_TLD = self._target.capture([token_ids])[0]
+        return states_TLD if self._projection is None else self._projection.rows(states_TLD)
 
     def capture(
         self, task: Task, calibration: str | None, progress: Callable[[int], None]
@@ -103,6 +119,7 @@ class Worker:
             self._plan,
             job.spec,
             self._target,
+            projection=self._projection,
             calibration=read_calibration(open_storage(job.cache), calibration, job.spec),
             calibration_name=calibration,
             min_free_bytes=job.min_free_bytes,

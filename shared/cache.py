@@ -24,6 +24,7 @@ from shared.head import Head
 from shared.index import SampleIndex
 from shared.location import Location
 from shared.manifest import Manifest, ShardRecord
+from shared.projection import Projection, Provenance, read_provenance
 from shared.shard import StoredSample
 from shared.shard_reader import ShardReader
 from shared.spec import FORMAT_VERSION, CaptureSpec
@@ -33,6 +34,7 @@ FORMAT = "draftcache"
 DESCRIPTION = "cache.json"
 MANIFEST = "manifest.json"
 HEAD = "head.safetensors"
+PROJECTION = "projection.safetensors"
 TARGET = "target"
 RECORDS = "records"
 GENERATIONS = "generations"
@@ -209,6 +211,27 @@ class Cache:
         _require_digest(data, str(self.description["head_sha256"]), f"{self.path}/{HEAD}")
         return Head.from_bytes(data, self.spec, f"{self.path}/{HEAD}")
 
+    def projection_provenance(self) -> Provenance | None:
+        """How the projection was made, for people: read without the digest of the file.
+
+        Raises:
+            CacheError: it is missing or no projection.
+        """
+        if self.spec.projection is None:
+            return None
+        size = int.from_bytes(self.storage.read_range(PROJECTION, 0, 8), "little")
+        most = 1 << 20  # a damaged length must not be asked for
+        header = self.storage.read_range(PROJECTION, 8, min(size, most))
+        return read_provenance(header, f"{self.path}/{PROJECTION}")
+
+    def projection(self) -> Projection | None:
+        """The matrix that made the stored features of the blocks' states; None where none did.
+
+        Raises:
+            CacheError: it is missing or not the one that was written.
+        """
+        return read_projection(self.storage, self.spec)
+
     @property
     def target_files(self) -> dict[str, str]:
         """Names of the files of the target that lie under `target/`, to their digests."""
@@ -294,6 +317,21 @@ def require_layers(record: ShardRecord, spec: CaptureSpec, where: str) -> None:
         )
 
 
+def read_projection(storage: Storage, spec: CaptureSpec) -> Projection | None:
+    """The projection of a cache of `spec`; None where it has none.
+
+    Raises:
+        CacheError: missing, changed or of another target.
+    """
+    if spec.projection is None:
+        return None
+    data, where = storage.read(PROJECTION), f"{storage}/{PROJECTION}"
+    _require_digest(data, spec.projection.sha256, where)
+    projection = Projection.from_bytes(data, where)
+    projection.require_fit(spec.target, spec.target_layer_ids, where)
+    return projection
+
+
 def read_calibration(storage: Storage, name: str | None, spec: CaptureSpec) -> Calibration | None:
     """The quantiser's channels by the name that a record gives; None for a lossless codec.
 
@@ -310,7 +348,7 @@ def read_calibration(storage: Storage, name: str | None, spec: CaptureSpec) -> C
         mean_LD, step_LD = tensors["mean"], tensors["step"]
     except (SafetensorError, ValueError, KeyError) as error:
         raise CacheError(f"{storage}/{key}: not a calibration ({error}).") from None
-    shape = (spec.num_captured, spec.target.hidden_size)
+    shape = (spec.num_captured, spec.width)
     for tensor in (mean_LD, step_LD):
         if tensor.shape != shape or tensor.dtype != torch.float32 or not tensor.isfinite().all():
             raise CacheError(f"{storage}/{key}: expected finite float32 tensors of shape {shape}.")

@@ -200,7 +200,7 @@ class LevelCodec:
     def plane_shape(self, num_layers: int, hidden_size: int) -> tuple[int, int]:
         if hidden_size % 2:
             raise CacheIncompatibleError(
-                f"this codec stores channels in pairs, the target has {hidden_size}. "
+                f"this codec stores channels in pairs, the states have {hidden_size}. "
                 "Set codec.preset to lossless."
             )
         return self.bits // 4, num_layers * hidden_size // 2

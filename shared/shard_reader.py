@@ -37,9 +37,8 @@ class ShardReader:
             ShardCorruptError: a piece is missing or not what the record says.
         """
         self._storage = storage
-        target = spec.target
-        self._values_per_token = spec.num_captured * target.hidden_size
-        self._plane_shape = spec.build_codec().plane_shape(spec.num_captured, target.hidden_size)
+        self._values_per_token = spec.num_captured * spec.width
+        self._plane_shape = spec.build_codec().plane_shape(spec.num_captured, spec.width)
         self._spec = spec
         self.record = record
         self._prefix = f"{GROUP}/{record.shard_id}"

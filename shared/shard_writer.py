@@ -37,7 +37,7 @@ class ShardWriter:
         self._directory = directory
         self._spec = spec
         self._codec: Codec = spec.build_codec()
-        self._plane_shape = self._codec.plane_shape(spec.num_captured, spec.target.hidden_size)
+        self._plane_shape = self._codec.plane_shape(spec.num_captured, spec.width)
         self._shard_id = shard_id
         self._entries: list[tuple[int, int]] = []
         self._crcs: list[int] = []
@@ -159,6 +159,7 @@ class ShardWriter:
                 "codec": codec.to_dict(),
                 "target_layer_ids": list(spec.target_layer_ids),
                 **({} if spec.last_hidden == "none" else {"last_hidden": spec.last_hidden}),
+                **({} if spec.projection is None else {"projection": spec.to_dict()["projection"]}),
             },
         )
         group.create_array(

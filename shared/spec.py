@@ -4,7 +4,8 @@ Two caches hold comparable states exactly when their fingerprints are equal. Pat
 not part of it: a cache may move, and a target is its weights.
 """
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from shared import config
@@ -30,8 +31,11 @@ _SETTINGS = {
     "tokens.truncation": "data.truncation",
     "target_layer_ids": "capture.target_layer_ids",
     "last_hidden": "capture.last_hidden",
+    "projection": "capture.projection",
 }
 """The setting of stage one that decides a field of the spec, where it has another name."""
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 LastHidden: TypeAlias = Literal["none", "pre_norm", "post_norm"]
 """Whether the last hidden state is stored, and on which side of the final norm it was taken."""
@@ -78,8 +82,36 @@ class TokenSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ProjectionSpec:
+    """The matrix that the states of the tapped blocks were multiplied with before they were stored.
+
+    It lies in the cache: see `shared.projection`.
+    """
+
+    sha256: str
+    """Of `projection.safetensors`."""
+
+    rank: int
+    """Values stored of each token, R, instead of those of all tapped blocks."""
+
+    def __post_init__(self) -> None:
+        if not _DIGEST.fullmatch(self.sha256):
+            raise ValueError(f"sha256 {self.sha256[:80]!r} is none")
+        if self.rank <= 0:
+            raise ValueError(f"rank must be positive, got {self.rank}")
+
+    def __str__(self) -> str:
+        return f"to {self.rank} values by {self.sha256[:16]}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CaptureSpec:
-    """What is stored, of which target, from which ids, by which codec."""
+    """What is stored, of which target, from which ids, by which codec.
+
+    Stored are, of each token, `num_captured` rows of `width` values: the states of each tapped
+    block, or one row that a projection made of all of them; then the last hidden state if it is
+    asked, with zeros behind it where a row is wider.
+    """
 
     target: TargetSpec
     tokens: TokenSpec
@@ -88,6 +120,9 @@ class CaptureSpec:
 
     last_hidden: LastHidden = "none"
     """Stored as one more layer behind the blocks. It is for losses, never a feature."""
+
+    projection: ProjectionSpec | None = None
+    """Applied to the blocks, side by side; None stores them as they are."""
 
     layer_convention: str = LAYER_CONVENTION
     chunk_tokens: int = CHUNK_TOKENS
@@ -105,35 +140,67 @@ class CaptureSpec:
             raise ValueError(f"layer_convention {self.layer_convention!r} is unknown")
         if self.chunk_tokens != CHUNK_TOKENS:
             raise ValueError(f"chunk_tokens must be {CHUNK_TOKENS}, got {self.chunk_tokens}")
+        if self.projection is not None:
+            least, most = self.target.hidden_size, self.num_taps * self.target.hidden_size
+            if not least <= self.projection.rank <= most:
+                raise ValueError(
+                    f"projection.rank must be in [{least}, {most}], got {self.projection.rank}"
+                )
 
     @property
     def num_taps(self) -> int:
-        """Blocks whose states are the drafter's features: the first of the captured layers."""
+        """Blocks whose states a drafter is given, as they are or projected."""
         return len(self.target_layer_ids)
 
     @property
+    def num_feature_rows(self) -> int:
+        """Stored rows that are the drafter's features: the first ones."""
+        return self.num_taps if self.projection is None else 1
+
+    @property
     def num_captured(self) -> int:
-        """Layers stored of each token, L: the blocks, and the last hidden state if it is asked."""
-        return self.num_taps + (self.last_hidden != "none")
+        """Rows stored of each token, L: the features, and the last hidden state if it is asked."""
+        return self.num_feature_rows + (self.last_hidden != "none")
+
+    @property
+    def width(self) -> int:
+        """Values of one stored row: the hidden size, or the rank of the projection."""
+        return self.target.hidden_size if self.projection is None else self.projection.rank
+
+    @property
+    def num_features(self) -> int:
+        """Values of one token that a drafter's `fc` reads."""
+        return self.num_feature_rows * self.width
 
     @property
     def layer_names(self) -> tuple[str, ...]:
-        """What to call each captured layer, in the order in which they are stored."""
+        """What to call each stored row, in the order in which they are stored."""
         blocks = tuple(f"block {layer_id}" for layer_id in self.target_layer_ids)
+        if self.projection is not None:
+            blocks = (f"projection of blocks {', '.join(map(str, self.target_layer_ids))}",)
         return blocks if self.last_hidden == "none" else (*blocks, "last hidden state")
 
     def describe_layers(self) -> list[dict[str, Any]]:
-        """Name of each captured layer for people, and the block's id for programs, else null."""
-        ids = [*self.target_layer_ids, None]
+        """Name of each stored row for people, and the block's id for programs, else null."""
+        ids = [*self.target_layer_ids, None] if self.projection is None else [None, None]
         return [
             {"layer_id": layer_id, "name": name}
             for layer_id, name in zip(ids, self.layer_names, strict=False)
         ]
 
+    def unprojected(self) -> "CaptureSpec":
+        """The same without the projection: what the target gives."""
+        return replace(self, projection=None)
+
     @property
     def raw_bytes_per_token(self) -> int:
-        """Bytes of one token's states as plain bfloat16."""
-        return self.num_captured * self.target.hidden_size * 2
+        """Bytes of one token's states as the target gives them, as plain bfloat16."""
+        return (self.num_taps + (self.last_hidden != "none")) * self.target.hidden_size * 2
+
+    @property
+    def row_bytes_per_token(self) -> int:
+        """Bytes of one token's rows as plain bfloat16: what the codec is given."""
+        return self.num_captured * self.width * 2
 
     def build_codec(self) -> Codec:
         return codec_from_dict(dict(self.codec))
@@ -144,8 +211,11 @@ class CaptureSpec:
 
     def to_dict(self) -> dict[str, Any]:
         fields: dict[str, Any] = config.to_dict(self)
+        # Left out so that caches of before keep their fingerprint.
         if self.last_hidden == "none":
-            del fields["last_hidden"]  # so that caches of before keep their fingerprint
+            del fields["last_hidden"]
+        if self.projection is None:
+            del fields["projection"]
         return fields
 
     @classmethod
@@ -166,6 +236,11 @@ class CaptureSpec:
             raise CacheIncompatibleError(
                 f"{where}: last_hidden 'none' is written by leaving it out, or the same settings "
                 "would have two fingerprints."
+            )
+        if "projection" in fields and fields["projection"] is None:
+            raise CacheIncompatibleError(
+                f"{where}: no projection is written by leaving it out, or the same settings would "
+                "have two fingerprints."
             )
         try:
             spec = config.build(cls, fields)
@@ -189,7 +264,8 @@ class CaptureSpec:
 
     def to_settings(self) -> dict[str, Any]:
         """The spec by the settings of stage one that decide its fields, for messages."""
-        fields = self.to_dict() | {"last_hidden": self.last_hidden}
+        projection = "none" if self.projection is None else str(self.projection)
+        fields = self.to_dict() | {"last_hidden": self.last_hidden, "projection": projection}
         codec = fields.pop("codec")
         presets = {name: preset.to_dict() for name, preset in PRESETS.items()}
         arguments = fields["tokens"].pop("template_arguments")

@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,9 @@ from cache_builder.config import (
 )
 from shared import log
 from trainer import config as training
+from trainer.projection import ProjectionSettings, make_projection
+from trainer.run import Run
+from trainer.train import train
 
 # A shell starts background jobs with SIGINT ignored, and what they start inherits it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -271,3 +275,40 @@ def tiny_train() -> Callable[..., training.TrainConfig]:
         )
 
     return make
+
+
+@dataclass(frozen=True)
+class Projected:
+    """The flow of a projected cache, end to end, on the tiny target. Read only."""
+
+    raw: Path
+    """Lossless cache of the states themselves."""
+
+    pilot: Path
+    """Run on it."""
+
+    file: Path
+    """The projection, of the pilot's `fc`, with the rank of the hidden size."""
+
+    cache: Path
+    """Lossless cache of the same samples in the same batches, projected."""
+
+
+@pytest.fixture(scope="session")
+def tiny_projected(
+    tiny_build: Callable[..., BuildConfig],
+    tiny_train: Callable[..., training.TrainConfig],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Projected:
+    place = tmp_path_factory.mktemp("projected")
+    raw, pilot, file, cache = (place / name for name in ("raw", "pilot", "p.safetensors", "cache"))
+    build(tiny_build(raw, preset="lossless"))
+    train(tiny_train(pilot, raw, steps=4))
+    file.write_bytes(make_projection(Run(pilot), ProjectionSettings()).to_bytes())
+    build(projecting(tiny_build(cache, preset="lossless"), file))
+    return Projected(raw, pilot, file, cache)
+
+
+def projecting(config: BuildConfig, file: Path, **capture: Any) -> BuildConfig:
+    """`config` with the projection in `file`."""
+    return replace(config, capture=replace(config.capture, projection=file, **capture))

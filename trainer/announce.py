@@ -33,16 +33,16 @@ def measure_order(session: Session) -> tuple[OrderReport, Footprint]:
         raise ConfigError(f"sampler: {error}") from None
     cache = session.cache
     drawn = cache.index.num_anchors[session.split.train].clip(max=config.anchors.per_sample)
-    num_layers = cache.spec.num_taps + (cache.spec.last_hidden != "none")
+    spec = cache.spec
     heldout = session.split.heldout[: config.evaluate.max_samples]
-    planes, width = cache.codec.plane_shape(num_layers, cache.spec.target.hidden_size)
+    planes, width = cache.codec.plane_shape(spec.num_captured, spec.width)
     footprint = estimate(
         config,
         largest_batch(plan, lengths, drawn.astype("int64"), config.drafter.block_size),
         [session.head.embedding_VD, session.head.lm_head_VD],
         heldout_anchors=int(cache.index.num_anchors[heldout].max(initial=0)),
-        num_taps=cache.spec.num_taps,
-        num_layers_stored=num_layers,
+        num_features=spec.num_features,
+        num_stored=spec.num_captured * spec.width,
         bytes_per_token=planes * width,
         device=session.device,
     )
@@ -73,11 +73,12 @@ def announce(
             ", ".join(part.manifest.sources),
         )
     logger.info(
-        "fingerprint %s; target %s in %s, blocks %s, last hidden state: %s",
+        "fingerprint %s; target %s in %s, blocks %s, projection: %s, last hidden state: %s",
         spec.fingerprint[:16],
         spec.target.model_type,
         spec.target.dtype,
         list(spec.target_layer_ids),
+        spec.projection or "none",
         spec.last_hidden,
     )
     logger.info(

@@ -1,6 +1,6 @@
 """One micro-batch: whole samples side by side in one packed row, and the anchors in them.
 
-S context tokens   L captured layers   D hidden size   A anchors
+S context tokens   L captured layers   D hidden size, or the rank of a projection   A anchors
 """
 
 from collections.abc import Sequence
@@ -111,15 +111,17 @@ class Features:
         self._device = device
 
     def unpack(self, batch: Batch) -> Tensor:
-        """The drafter's features, bfloat16 [S, L, D]: of the tapped blocks alone."""
+        """The drafter's features, bfloat16 [S, L, D]: of the tapped blocks alone, or [S, 1, R]
+        where a projection made them."""
         return self.split(batch)[0]
 
     def split(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """The features, and the last hidden state, bfloat16 [S, D], if the cache holds it."""
-        states_SLD = self._unpack(batch)
-        num_taps = self._cache.spec.num_taps
-        features_SLD = states_SLD[:, :num_taps]
-        return features_SLD, None if len(states_SLD[0]) == num_taps else states_SLD[:, -1]
+        states_SLD, spec = self._unpack(batch), self._cache.spec
+        features_SLD = states_SLD[:, : spec.num_feature_rows]
+        if spec.last_hidden == "none":
+            return features_SLD, None
+        return features_SLD, states_SLD[:, -1, : spec.target.hidden_size]
 
     def _unpack(self, batch: Batch) -> Tensor:
         packed, parts, begin = batch.packed, [], 0

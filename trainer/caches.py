@@ -16,6 +16,7 @@ from shared.errors import CacheError, CacheIncompatibleError, DraftCacheError
 from shared.head import Head
 from shared.index import SampleIndex, require_countable
 from shared.location import Location
+from shared.projection import Projection
 from shared.shard import StoredSample
 
 
@@ -91,6 +92,10 @@ class Caches:
         """The frozen tensors of the target."""
         return self.parts[0].head()
 
+    def projection(self) -> Projection | None:
+        """What made the features of the tapped states; None where nothing did. Read anew."""
+        return self.parts[0].projection()
+
     @property
     def stored_bytes(self) -> int:
         return sum(part.manifest.totals.stored_bytes for part in self.parts)
@@ -103,6 +108,8 @@ class Caches:
             "index_sha256": _one_or_all([part.manifest.index.sha256 for part in self.parts]),
             "target_layer_ids": list(self.spec.target_layer_ids),
             "hidden_size": self.spec.target.hidden_size,
+            # Not a key without a value: what runs of before remembered stays as it is.
+            **{k: v for k, v in self.spec.to_dict().items() if k == "projection"},
         }
 
 

@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -25,6 +26,7 @@ def main() -> None:
       trainer summary RUN
       trainer evaluate RUN --target DIR --prompts FILE
       trainer doctor RUN
+      trainer projection RUN -o projection.safetensors
       trainer sweep --config run.toml --space sweep.toml -o SWEEP
     """
 
@@ -138,6 +140,58 @@ def export(
     if draft_vocab is not None:
         raise click.UsageError("--draft-vocab: only --format speculators has a reduced vocabulary.")
     click.echo(export_dflash(Run(run), out, target=target))
+
+
+@main.command("projection")
+@_run
+@click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="File to write.")
+@click.option(
+    "--rank", type=click.IntRange(min=1), help="Values of a projected token; or --rank-factor."
+)
+@click.option(
+    "--rank-factor",
+    type=click.FloatRange(min=1.0),
+    help="Rank over the target's hidden size; default 1. Above it: leading principal directions.",
+)
+@click.option(
+    "--orthonormal/--no-orthonormal",
+    "is_orthonormal",
+    default=True,
+    help="Make the rows orthonormal (default), or leave those of the fc as they are.",
+)
+@click.option(
+    "--principal",
+    "is_principal",
+    is_flag=True,
+    help="Principal directions of the states in RUN's cache instead of its fc, to compare with.",
+)
+@click.option(
+    "--tokens",
+    "num_tokens",
+    type=click.IntRange(min=2),
+    help="Tokens of the pilot's cache that RMS and covariance are taken of; default 65,536.",
+)
+def projection_command(
+    run: Path, out: Path, is_orthonormal: bool, is_principal: bool, **given: Any
+) -> None:
+    """Write what a cache of the same target may be projected with: the row space of RUN's fc.
+
+    RUN is a pilot, trained on a small cache of the states themselves. `cache-builder build` with
+    `capture.projection` set to the file then stores as many values of a token as its rank.
+    """
+    from shared.files import write_bytes
+    from trainer.projection import ProjectionSettings, make_projection, rows
+
+    if given["rank"] is not None and given["rank_factor"] is not None:
+        raise click.UsageError("--rank and --rank-factor say the same: give one of them.")
+    settings = ProjectionSettings(
+        is_orthonormal=is_orthonormal,
+        is_principal=is_principal,
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    projection = make_projection(Run(run), settings)
+    write_bytes(out, projection.to_bytes())
+    cli.print_table([*rows(projection), ("written", str(out))])
 
 
 @main.command()

@@ -7,8 +7,8 @@ Context enters only as keys and values. The tapped states of the target are fuse
 Parameter names are those of the published checkpoints. Works with float32 parameters, with or
 without autocast, and with bfloat16 parameters.
 
-Letters: S context tokens, Q draft slots, T = S+Q, L tapped layers, D hidden size, F = L*D,
-N query heads, G key heads, H head size.
+Letters: S context tokens, Q draft slots, T = S+Q, L tapped layers, D hidden size, F = L*D (or the
+rank of a projection), N query heads, G key heads, H head size.
 
 Source: DFlash, arXiv 2602.06036, section on the architecture; parameter names as in the published
 z-lab/dflash 0.1.0.
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from shared.projection import Projection
 from trainer.attention import Mask, attend
 from trainer.norm import RMSNorm
 from trainer.recipe import DrafterConfig
@@ -95,7 +96,8 @@ class Drafter(nn.Module):
 
     Args:
         hidden_size: of the target, and so of the drafter.
-        num_target_layers_tapped: captured layers that are fused, L.
+        num_features: values of one token that are fused, F: those of all tapped layers, or of
+            their projection.
         generator: a CPU generator that draws the initial weights: the same ones on every
             device. Without it all weights are NaN until `load_state_dict`.
     """
@@ -104,7 +106,7 @@ class Drafter(nn.Module):
         self,
         config: DrafterConfig,
         hidden_size: int,
-        num_target_layers_tapped: int,
+        num_features: int,
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
@@ -112,7 +114,7 @@ class Drafter(nn.Module):
         # Built without storage, so that the layers' own initialisation costs nothing and leaves
         # the global seed alone.
         with torch.device("meta"):
-            self.fc = _linear(num_target_layers_tapped * hidden_size, hidden_size)
+            self.fc = _linear(num_features, hidden_size)
             self.hidden_norm = RMSNorm(hidden_size, config.rms_norm_eps)
             self.layers = nn.ModuleList(
                 Layer(config, hidden_size) for _ in range(config.num_layers)
@@ -139,7 +141,8 @@ class Drafter(nn.Module):
         """Final hidden state of every slot, [Q, D], after `norm`: ready for the LM head.
 
         Args:
-            features_SF: tapped target states of each context token, layers side by side.
+            features_SF: tapped target states of each context token, layers side by side, or
+                what a projection made of them.
             block_embeddings_QD: target embedding of the anchor in slot 0, of the mask token in
                 the others.
             position_S: absolute position of each context token in its document.
@@ -159,17 +162,19 @@ class Drafter(nn.Module):
         return out_QD
 
 
-def num_parameters(config: DrafterConfig, hidden_size: int, num_target_layers_tapped: int) -> int:
+def num_parameters(config: DrafterConfig, hidden_size: int, num_features: int) -> int:
     """Parameters of the drafter, without building it."""
     heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
     products = hidden_size * (heads + 3 * config.intermediate_size)
     norms = 2 * hidden_size + 2 * config.head_dim
-    fusion = num_target_layers_tapped * hidden_size**2
+    fusion = num_features * hidden_size
     return fusion + 2 * hidden_size + config.num_layers * (products + norms)
 
 
 @torch.no_grad()
-def fit_start_(drafter: Drafter, lm_head_VD: Tensor, channel_rms_F: Tensor) -> None:
+def fit_start_(
+    drafter: Drafter, lm_head_VD: Tensor, channel_rms_F: Tensor, projection: Projection | None
+) -> None:
     """Fit freshly drawn weights to the target. The function class is untouched.
 
     `norm` starts at the inverse of the LM head's mean row norm, so that logits start small: Adam
@@ -179,9 +184,17 @@ def fit_start_(drafter: Drafter, lm_head_VD: Tensor, channel_rms_F: Tensor) -> N
     than the rest and would be all that `hidden_norm` lets through. Measured on SmolLM2 with the
     demo's settings, accuracy of the first slot after 280 steps: 0.15 scaled alone, 0.20 with the
     last layer.
+
+    Behind a projection `fc` starts as what the projection says: the pilot's `fc`, or, without a
+    pilot, what comes nearest to the last tapped layer, with half of the random start.
     """
     drafter.norm.weight.fill_(float(1.0 / lm_head_VD.float().norm(dim=1).mean()))
     scale_F = 1.0 / channel_rms_F.to(drafter.fc.weight).clamp_min(1e-6)
+    if projection is not None:
+        if projection.provenance.kind == "pilot":
+            scale_F.zero_()
+        drafter.fc.weight.mul_(0.5 * scale_F).add_(projection.start_DR.to(drafter.fc.weight))
+        return
     hidden_size = len(drafter.hidden_norm.weight)
     drafter.fc.weight.mul_(0.5 * scale_F)
     drafter.fc.weight[:, -hidden_size:] += torch.diag(scale_F[-hidden_size:])

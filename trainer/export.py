@@ -14,8 +14,15 @@ from torch import Tensor
 from shared.errors import ConfigError, RunError
 from shared.files import read_json, replace_directory, staging_directory, write_json, writing
 from trainer.caches import generations_of
+from trainer.drafter import Drafter
 from trainer.exporting.card import Facts, is_hub_id, model_card
-from trainer.exporting.checks import MODEL, check_forward, check_readings, check_tensors
+from trainer.exporting.checks import (
+    MODEL,
+    check_forward,
+    check_product,
+    check_readings,
+    check_tensors,
+)
 from trainer.exporting.speculators import (
     as_dflash,
     speculators_config,
@@ -132,7 +139,8 @@ def _write(
     out: Path,
 ) -> Path:
     """Write, read back, check, and only then put in place of an earlier export."""
-    tensors = {name: value.to(torch.bfloat16) for name, value in snapshot.drafter.items()} | extra
+    whole = unprojected(session, snapshot.drafter)
+    tensors = {name: value.to(torch.bfloat16) for name, value in whole.items()} | extra
     _require_replaceable(out)
     with staging_directory(out) as staging, writing(out):
         partial = staging / "new"
@@ -141,9 +149,24 @@ def _write(
         write_json(partial / CONFIG, config)
         (partial / CARD).write_text(model_card(session, facts))
         check_export(partial, facts.form, session, tensors)
+        if (projection := session.cache.projection()) is not None:
+            session.drafter.load_state_dict(snapshot.drafter)
+            check_product(partial, session.drafter, projection)
         replace_directory(partial, out)
     logger.info("exported step %d to %s", snapshot.step, out)
     return out
+
+
+def unprojected(session: Session, drafter: Tensors) -> Tensors:
+    """The weights `drafter` with an `fc` that reads the blocks' own states, float32.
+
+    Behind a projection that is the product of the trained factor with its matrix: what a server
+    multiplies with, since it knows no projection.
+    """
+    projection = session.cache.projection()
+    if projection is None:
+        return drafter
+    return {**drafter, "fc.weight": drafter["fc.weight"].float() @ projection.matrix_RF}
 
 
 def check_export(directory: Path, form: str, session: Session, trained: Tensors) -> None:
@@ -159,9 +182,14 @@ def check_export(directory: Path, form: str, session: Session, trained: Tensors)
     taps = session.cache.spec.target_layer_ids
     check_readings(config, form, session.config.drafter, taps, str(directory))
     names = session.drafter.state_dict()
-    session.drafter.load_state_dict({name: trained[name].float() for name in names})
+    drafter = session.drafter
+    if session.cache.spec.projection is not None:
+        target = session.cache.spec.target
+        num_features = session.cache.spec.unprojected().num_features
+        drafter = Drafter(session.config.drafter, target.hidden_size, num_features)
+    drafter.load_state_dict({name: trained[name].float() for name in names})
     in_dflash = config if form == "dflash" else as_dflash(config)
-    check_forward(directory, in_dflash, session.drafter)
+    check_forward(directory, in_dflash, drafter)
 
 
 def _require_replaceable(out: Path) -> None:

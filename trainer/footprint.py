@@ -4,7 +4,7 @@ What autograd keeps of the drafter was counted tensor by tensor. What the librar
 of a CPU hold besides is a figure from experience.
 
 P parameters   S context tokens   Q draft slots   T = S+Q   L tapped layers   D hidden size
-F = L*D   V vocabulary   c bytes of the compute type
+F = L*D, or the rank of a projection   V vocabulary   c bytes of the compute type
 """
 
 import os
@@ -109,8 +109,8 @@ def estimate(
     head: Iterable[Tensor],
     *,
     heldout_anchors: int,
-    num_taps: int,
-    num_layers_stored: int,
+    num_features: int,
+    num_stored: int,
     bytes_per_token: int,
     device: torch.device,
 ) -> Footprint:
@@ -119,19 +119,20 @@ def estimate(
     Args:
         head: the frozen tensors, on the device; the last one is the LM head.
         heldout_anchors: the most of any sample that is evaluated; all of them are used.
-        num_layers_stored: taps, and the last hidden state where the cache has it.
+        num_features: values of one token that `fc` reads, F.
+        num_stored: those and, where the cache has it, the last hidden state.
         bytes_per_token: of the stored states, unpacked from their compression.
     """
     held = {tensor.data_ptr(): tensor.nbytes for tensor in head}
     lm_head_VD = list(head)[-1]
     vocab_size, hidden_size = lm_head_VD.shape
-    count = num_parameters(config.drafter, hidden_size, num_taps)
+    count = num_parameters(config.drafter, hidden_size, num_features)
     c = 2 if config.train.compute_dtype == "bfloat16" else _FLOAT
     copies = count * c if c < _FLOAT else 0
-    kept = _activations(config, batch, hidden_size, num_taps, device)
+    kept = _activations(config, batch, hidden_size, num_features, device)
     slots = batch.num_anchors * config.drafter.block_size
-    features = batch.num_tokens * hidden_size * num_layers_stored * 2
-    if c < _FLOAT and num_layers_stored == num_taps:
+    features = batch.num_tokens * num_stored * 2
+    if c < _FLOAT and num_stored == num_features:
         features = 0  # the very tensor that `fc` keeps
     blocks = min(config.loss.anchors_per_chunk, batch.num_anchors)
     logits = (
@@ -174,7 +175,7 @@ def _libraries(config: TrainConfig, device: torch.device) -> int:
 
 
 def _activations(
-    config: TrainConfig, batch: BatchSize, hidden_size: int, num_taps: int, device: torch.device
+    config: TrainConfig, batch: BatchSize, hidden_size: int, num_features: int, device: torch.device
 ) -> int:
     """Bytes that the forward keeps for the backward, besides the weights."""
     drafter = config.drafter
@@ -188,7 +189,7 @@ def _activations(
         + (context + slots) * keys * 3  # keys and values side by side, keys turned
         + slots * drafter.intermediate_size * 4  # gate, its silu, up, their product
     )
-    fusion = context * hidden_size * (num_taps + 2)
+    fusion = context * (num_features + 2 * hidden_size)
     ends = slots * hidden_size * 3  # embeddings, last norm, gradient of the loss
     angles = (context + slots) * drafter.head_dim * 2
     mask = 0  # as blocks

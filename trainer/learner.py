@@ -64,8 +64,9 @@ class Learner:
             warm_start.load(self.session)
             self.init_from = warm_start.describe()
         elif self.config.drafter.fitted_start:
-            head = self.session.head.lm_head_VD
-            fit_start_(self.session.drafter, head, self.session.channel_rms())
+            session = self.session
+            head, projection = session.head.lm_head_VD, session.cache.projection()
+            fit_start_(session.drafter, head, session.channel_rms(), projection)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go on from `snapshot`.

@@ -62,7 +62,7 @@ class Session:
         drafter = Drafter(
             config.drafter,
             cache.spec.target.hidden_size,
-            cache.spec.num_taps,
+            cache.spec.num_features,
             torch.Generator().manual_seed(config.train.seed),
         )
         return cls(
@@ -76,7 +76,7 @@ class Session:
         )
 
     def channel_rms(self) -> Tensor:
-        """Root mean square of every channel over some training samples, float32 [L * D].
+        """Root mean square of every feature over some training samples, float32 [F].
 
         The first token of a sample is left out: its massive activations are not typical.
 
@@ -95,7 +95,7 @@ class Session:
                     "`cache-builder verify --deep`, then `cache-builder repair`."
                 )
             states_TLD = states_TLD[1:]
-            hidden_TF = states_TLD[:, : self.cache.spec.num_taps].flatten(1).float()
+            hidden_TF = states_TLD[:, : self.cache.spec.num_feature_rows].flatten(1).float()
             square_F += hidden_TF.square().sum(0)
             num_tokens += len(hidden_TF)
         return (square_F / max(num_tokens, 1)).sqrt()
@@ -203,7 +203,7 @@ def check_size(config: DrafterConfig, cache: Caches, device: torch.device) -> No
     Raises:
         ConfigError: weights, gradients and AdamW's moments exceed the device's memory.
     """
-    count = num_parameters(config, cache.spec.target.hidden_size, cache.spec.num_taps)
+    count = num_parameters(config, cache.spec.target.hidden_size, cache.spec.num_features)
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
     else:

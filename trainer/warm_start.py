@@ -11,9 +11,15 @@ from shared import config as configs
 from shared.errors import RunError
 from trainer.drafter_directory import read_config, read_weights, require_tensors
 from trainer.exporting.zlab import dflash_config, dflash_shapes, drafter_of
+from trainer.projection import fit_factor
 from trainer.session import Session, read_target_config
 
 logger = logging.getLogger(__name__)
+
+_MAX_LEFT = 0.5
+_MUCH_LEFT = 0.01
+"""Shares of an `fc` outside the projection of a cache: beyond the first it is refused, beyond the
+second warned of. Rounding an export to bfloat16 gives about 0.002."""
 
 _OF_TARGET = ("hidden_size", "vocab_size", "num_target_layers")
 _FREE = ("initializer_range", "fitted_start", "partial_rotary_factor")
@@ -29,6 +35,8 @@ class WarmStart:
     """Of the file; of the files' digests where there are several."""
 
     tensors: dict[str, Tensor]
+    left_out: float | None = None
+    """Share of the `fc` there that lies outside the cache's projection; None without one."""
 
     @classmethod
     def read(cls, session: Session) -> "WarmStart | None":
@@ -45,20 +53,42 @@ class WarmStart:
         tensors, digest = read_weights(path, where)
         shapes = dflash_shapes(dflash_config(session.config.drafter, session.cache, {}))
         require_tensors(tensors, shapes, where)
-        return cls(path, digest, tensors)
+        if (projection := session.cache.projection()) is None:
+            return cls(path, digest, tensors)
+        factor_DR, left = fit_factor(
+            tensors["fc.weight"], projection.matrix_RF, projection.channel_rms_F
+        )
+        if not left <= _MAX_LEFT:
+            raise RunError(
+                f"{where}: the projection of {session.cache} does not hold its fc: "
+                f"{100 * left:.1f} % of it (L2 norm, channels over their RMS) lie outside, at most "
+                f"{100 * _MAX_LEFT:.0f} % may. Make the projection of this drafter, or start "
+                "without it."
+            )
+        return cls(path, digest, tensors | {"fc.weight": factor_DR}, left)
 
     def load(self, session: Session) -> None:
-        """Put the weights into the session's drafter, bit for bit."""
+        """Put the weights into the session's drafter: bit for bit, but for an `fc` that a
+        projection is in front of."""
         session.drafter.load_state_dict({name: t.float() for name, t in self.tensors.items()})
         logger.info(
             "the weights start from %s (sha256 %s); drafter.fitted_start does not apply",
             self.path,
             self.weights_sha256[:16],
         )
+        if self.left_out is not None:
+            level = logging.WARNING if self.left_out > _MUCH_LEFT else logging.INFO
+            logger.log(
+                level,
+                "its fc is taken as far as the projection of the cache holds it: %.2f %% of it "
+                "(L2 norm, channels over their RMS) lie outside",
+                100 * self.left_out,
+            )
 
     def describe(self) -> dict[str, Any]:
         """What a checkpoint remembers."""
-        return {"path": str(self.path), "weights_sha256": self.weights_sha256}
+        told: dict[str, Any] = {"path": str(self.path), "weights_sha256": self.weights_sha256}
+        return told if self.left_out is None else told | {"fc_left_out": self.left_out}
 
 
 def _require_same_drafter(config: dict[str, Any], session: Session, where: str) -> None:

@@ -286,7 +286,7 @@ def _calibrate(job: _Job, plan: Plan) -> str | None:
 
 def _write(job: _Job, plan: Plan, todo: list[str], prepared: Prepared) -> None:
     tokens = [int(plan.lengths(plan.shard_positions(shard_id)).sum()) for shard_id in todo]
-    per_token = job.spec.raw_bytes_per_token * job.spec.build_codec().expected_ratio
+    per_token = job.spec.row_bytes_per_token * job.spec.build_codec().expected_ratio
     here = bytes_here(job.cache, sum(tokens) * per_token, max(tokens) * per_token)
     floor = job.config.cache.min_free_bytes
     require_fit(workspace(job.cache), here, floor)

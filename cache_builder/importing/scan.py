@@ -103,7 +103,7 @@ def plan_import(
         return writer.commit(
             key=key,
             forward=_FORWARD,
-            shard_tokens=max(1, int(shard_mib * 2**20) // spec.raw_bytes_per_token),
+            shard_tokens=max(1, int(shard_mib * 2**20) // spec.row_bytes_per_token),
             report={"imported_from": str(source.root.absolute()), **report.to_dict()},
         )
     finally:

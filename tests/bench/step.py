@@ -149,7 +149,8 @@ def drafter_config(target: Path, shape: Shape) -> DrafterConfig:
 
 def _write_first_weights(path: Path, config: DrafterConfig, data: StepData) -> None:
     hidden_size = json.loads((data.target / "config.json").read_text())["hidden_size"]
-    drafter = Drafter(config, hidden_size, len(data.layer_ids), torch.Generator().manual_seed(0))
+    num_features = len(data.layer_ids) * hidden_size
+    drafter = Drafter(config, hidden_size, num_features, torch.Generator().manual_seed(0))
     save_file(dict(drafter.state_dict()), path)
 
 

@@ -100,8 +100,8 @@ def test_a_cache_path_that_cannot_be(plain: TrainConfig, tmp_path: Path, path: s
 
 def test_a_drafter_is_counted_before_it_is_built(plain: TrainConfig, tiny_cache: Path) -> None:
     config = replace(plain.drafter, num_layers=3, num_kv_heads=1)
-    drafter = Drafter(config, 64, 2)
-    assert num_parameters(config, 64, 2) == sum(p.numel() for p in drafter.parameters())
+    drafter = Drafter(config, 64, 2 * 64)
+    assert num_parameters(config, 64, 2 * 64) == sum(p.numel() for p in drafter.parameters())
     huge = replace(config, num_layers=COUNT)
     with pytest.raises(ConfigError, match=r"parameters need [\d,.]+ GiB"):
         check_size(huge, Caches([tiny_cache]), torch.device("cpu"))

@@ -70,7 +70,7 @@ def row() -> Row:
 def drafter() -> Drafter:
     """Random weights, norms included."""
     generator = torch.Generator().manual_seed(2)
-    drafter = Drafter(CONFIG, HIDDEN, LAYERS_TAPPED, generator)
+    drafter = Drafter(CONFIG, HIDDEN, LAYERS_TAPPED * HIDDEN, generator)
     for parameter in drafter.parameters():
         if parameter.ndim == 1:
             nn.init.uniform_(parameter, 0.5, 1.5, generator=generator)
@@ -160,7 +160,7 @@ def test_parameters_have_the_published_names() -> None:
         "self_attn.q_proj.weight",
         "self_attn.v_proj.weight",
     ]
-    assert sorted(Drafter(CONFIG, HIDDEN, LAYERS_TAPPED).state_dict()) == [
+    assert sorted(Drafter(CONFIG, HIDDEN, LAYERS_TAPPED * HIDDEN).state_dict()) == [
         "fc.weight",
         "hidden_norm.weight",
         *(f"layers.{i}.{name}" for i in range(2) for name in layer),
@@ -225,9 +225,10 @@ def test_positions_are_relative_to_each_other_within_a_document(drafter: Drafter
 def test_initial_weights_are_a_function_of_the_generator_alone() -> None:
     state = torch.random.get_rng_state()
     first, again = (
-        Drafter(CONFIG, HIDDEN, LAYERS_TAPPED, torch.Generator().manual_seed(3)) for _ in range(2)
+        Drafter(CONFIG, HIDDEN, LAYERS_TAPPED * HIDDEN, torch.Generator().manual_seed(3))
+        for _ in range(2)
     )
-    other = Drafter(CONFIG, HIDDEN, LAYERS_TAPPED, torch.Generator().manual_seed(4))
+    other = Drafter(CONFIG, HIDDEN, LAYERS_TAPPED * HIDDEN, torch.Generator().manual_seed(4))
     assert torch.equal(torch.random.get_rng_state(), state)
     for (name, x), y, z in zip(
         first.named_parameters(), again.parameters(), other.parameters(), strict=True
@@ -243,7 +244,7 @@ def test_initial_weights_are_a_function_of_the_generator_alone() -> None:
 
 
 def test_drafter_without_initial_weights_is_nan_until_it_loads_some(drafter: Drafter) -> None:
-    empty = Drafter(CONFIG, HIDDEN, LAYERS_TAPPED)
+    empty = Drafter(CONFIG, HIDDEN, LAYERS_TAPPED * HIDDEN)
     assert all(parameter.isnan().all() for parameter in empty.parameters())
     empty.load_state_dict(drafter.state_dict())
     assert all(parameter.isfinite().all() for parameter in empty.parameters())

@@ -90,7 +90,7 @@ def published(config: DrafterConfig, num_taps: int) -> Any:
 def test_it_computes_what_the_published_model_does(name: str, num_taps: int) -> None:
     config = VARIANTS[name]
     generator = torch.Generator().manual_seed(0)
-    drafter = Drafter(config, HIDDEN, num_taps, generator)
+    drafter = Drafter(config, HIDDEN, num_taps * HIDDEN, generator)
     for parameter in drafter.parameters():
         if parameter.ndim == 1:
             nn.init.uniform_(parameter, 0.5, 1.5, generator=generator)
@@ -127,7 +127,7 @@ def test_a_variant_is_not_the_plain_drafter(name: str) -> None:
     """Else the comparison above would say nothing."""
     outputs = []
     for config in (PLAIN, VARIANTS[name]):
-        drafter = Drafter(config, HIDDEN, 1, torch.Generator().manual_seed(0))
+        drafter = Drafter(config, HIDDEN, HIDDEN, torch.Generator().manual_seed(0))
         row = (torch.zeros(30).long(), torch.tensor([25]), torch.ones(1).bool(), 8)
         masks = build_mask(*row), build_mask(*row, config.sliding_window)
         generator = torch.Generator().manual_seed(1)
