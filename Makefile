@@ -19,7 +19,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 DEMO := .demo/target/config.json
-ifeq ($(CONFIG),demo)
+ifneq ($(filter demo demo-%,$(CONFIG)),)
 TARGET := $(DEMO)
 endif
 
@@ -48,7 +48,7 @@ overrides = $(foreach pair,$(SET),--set '$(pair)')
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help install cache train test test-interop check format bench bench-peers
+.PHONY: help install cache train projected test test-interop check format bench bench-peers
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -102,6 +102,18 @@ train: $(VENV)/installed | cache-to-train-from ## Train, evaluate and export a d
 	$(BIN)/python -m trainer train --config "$$TRAIN_CONFIG" --set "cache.path=$$CACHE" --set "run.path=$$RUN" $(overrides) $(if $(FRESH),--fresh)
 	$(BIN)/python -m trainer export "$$RUN"
 	@$(BIN)/python -m trainer summary "$$RUN"
+
+PROJECTION := runs/demo-pilot/projection.safetensors
+
+# The projection is written once: a cache belongs to one, to the bit.
+projected: $(VENV)/installed $(DEMO) ## The demo from projected states: pilot, projection, cache, training, export
+	$(BIN)/python -m cache_builder build --config cache_builder/configs/demo-pilot.toml
+	$(BIN)/python -m trainer train --config trainer/configs/demo-pilot.toml
+	test -e $(PROJECTION) || $(BIN)/python -m trainer projection runs/demo-pilot -o $(PROJECTION)
+	$(BIN)/python -m cache_builder build --config cache_builder/configs/demo-projected.toml
+	$(BIN)/python -m trainer train --config trainer/configs/demo-projected.toml
+	$(BIN)/python -m trainer export runs/demo-projected
+	@$(BIN)/python -m trainer summary runs/demo-projected
 
 check: $(VENV)/installed-dev ## Formatting, lint, types, import boundaries
 	$(BIN)/ruff format --check .

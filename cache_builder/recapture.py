@@ -91,7 +91,7 @@ def _with_neighbours(spec: CaptureSpec) -> CaptureSpec:
     """Also the blocks on either side of those captured: an id that is off by one must not pass."""
     near = {block for k in spec.target_layer_ids for block in (k - 1, k, k + 1)}
     blocks = sorted(near & set(range(spec.target.num_layers)))
-    return replace(spec, target_layer_ids=tuple(blocks))
+    return replace(spec.unprojected(), target_layer_ids=tuple(blocks))
 
 
 def _open_target(cache: Cache, path: Path, nearby: CaptureSpec) -> Target:

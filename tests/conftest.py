@@ -309,6 +309,10 @@ def tiny_projected(
     return Projected(raw, pilot, file, cache)
 
 
-def projecting(config: BuildConfig, file: Path, **capture: Any) -> BuildConfig:
-    """`config` with the projection in `file`."""
-    return replace(config, capture=replace(config.capture, projection=file, **capture))
+def projecting(config: BuildConfig, file: Path | None, **capture: Any) -> BuildConfig:
+    """`config` with the projection in `file`, and shards of as many tokens as without it."""
+    return replace(
+        config,
+        capture=replace(config.capture, projection=file, **capture),
+        plan=replace(config.plan, shard_mib=config.plan.shard_mib / 2),
+    )

@@ -60,6 +60,7 @@ def rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("score", "none" if facts["score"] is None else f"{facts['score']:.4f} (held-out walk)"),
         ("cache", f"fingerprint {cache['fingerprint'][:16]}, generation {cache['generation']}"),
         ("  taps", f"blocks {cache['target_layer_ids']}, hidden size {cache['hidden_size']}"),
+        *([("  projection", _projection(cache["projection"]))] if "projection" in cache else []),
         ("optimizer", ", ".join(f"{name} {value}" for name, value in settings.items())),
         ("  live", _live(facts["optimizer_live"])),
         (
@@ -116,6 +117,10 @@ def _resolve(path: Path) -> Path:
     if not found:
         raise RunError(f"{path}: no checkpoint yet.")
     return found[-1]
+
+
+def _projection(made: dict[str, Any]) -> str:
+    return f"to {made['rank']:,} values by {made['sha256'][:16]}"
 
 
 def _size(facts: TensorFacts) -> int:

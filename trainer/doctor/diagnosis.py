@@ -22,6 +22,7 @@ CHECKS: dict[str, Check] = {
     "gamma": recipe.gamma,
     "learning rate": recipe.learning_rate_schedule,
     "noise": recipe.noise_schedule,
+    "projection": recipe.projection,
     "loader queue": pace.queue,
     "checkpoint stalls": pace.checkpoint_stalls,
     "gaps in the log": pace.silence,

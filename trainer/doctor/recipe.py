@@ -193,6 +193,23 @@ def _dead_noise(schedule: str, value: float, steps: tuple[tuple[int, int], ...] 
     )
 
 
+def projection(view: RunView) -> list[Finding]:
+    """Features that a projection made: what they can show is settled with the cache."""
+    caches = [held.payload.get("cache", {}) for held in view.checkpoints if held.payload]
+    if not caches or (made := caches[-1].get("projection")) is None:
+        return []
+    return [
+        Finding(
+            severity="note",
+            name="projected-features",
+            evidence=f"the cache holds blocks {caches[-1]['target_layer_ids']} projected to "
+            f"{made['rank']} values a token (by {made['sha256'][:16]})",
+            advice="Nothing to do. Which blocks are tapped, and which directions of them fc can "
+            "see, is frozen with the cache: another choice needs another pilot and cache.",
+        )
+    ]
+
+
 def learning_rate_schedule(view: RunView) -> list[Finding]:
     """A learning rate in force that is not the configured one."""
     steps, total = view.steps, view.config.train.steps

@@ -57,6 +57,9 @@ def model_card(session: Session, facts: Facts) -> str:
         ("cache fingerprint", spec.fingerprint),
         ("chat template", f"sha256 {spec.tokens.template_sha256[:16]}, arguments {arguments}"),
     ]
+    if spec.projection is not None:
+        trained = f"from states projected {spec.projection}; fc is their product"
+        rows.append(("features", trained))
     if facts.draft_vocabulary is not None:
         rows.append(("draft vocabulary", facts.draft_vocabulary))
     if origin is not None:
