@@ -179,7 +179,7 @@ def projection_command(
     RUN is a pilot, trained on a small cache of the states themselves. `cache-builder build` with
     `capture.projection` set to the file then stores as many values of a token as its rank.
     """
-    from shared.files import write_bytes
+    from shared.files import write_bytes, writing
     from trainer.projection import ProjectionSettings, make_projection, rows
 
     if given["rank"] is not None and given["rank_factor"] is not None:
@@ -190,6 +190,8 @@ def projection_command(
         **{name: value for name, value in given.items() if value is not None},
     )
     projection = make_projection(Run(run), settings)
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(out, projection.to_bytes())
     cli.print_table([*rows(projection), ("written", str(out))])
 

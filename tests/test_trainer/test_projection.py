@@ -1,6 +1,7 @@
 """A pilot's projection, a drafter trained behind it, and its export for those who know none."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cache_builder.build import build
@@ -157,7 +158,7 @@ def test_a_pilot_that_cannot_be_one_is_refused(
     train(blind)
     with pytest.raises(RunError, match=r"train\.zero_features"):
         make_projection(Run(blind.run.path), ProjectionSettings())
-    with pytest.raises(RunError, match="no run here"):
+    with pytest.raises(RunError, match="no checkpoint yet"):
         make_projection(Run(tmp_path / "nothing"), ProjectionSettings())
     training = Training(tiny_train(tmp_path / "flat", tiny_projected.raw))
     with torch.no_grad():
@@ -193,6 +194,16 @@ def blocks_of(session: Session, position: int) -> Tensor:
     return forward.hidden_AKD
 
 
+@torch.no_grad()
+def fused(session: Session, position: int) -> Tensor:
+    """What the layers read of the sample at `position`, float32 [T, D]."""
+    states_TLD = session.cache.unpack(session.cache.read(position))
+    fused_TD: Tensor = session.drafter.hidden_norm(
+        session.drafter.fc(states_TLD.flatten(1).float())
+    )
+    return fused_TD
+
+
 def raw_session(config: TrainConfig, raw: Path, weights: dict[str, Tensor]) -> Session:
     """The drafter with `weights` on a cache of the states themselves."""
     session = Session.open(replace(config, cache=replace(config.cache, path=raw)))
@@ -213,13 +224,8 @@ def test_it_starts_where_the_pilot_ended(tiny_projected: Projected, tiny_train: 
     torch.testing.assert_close(
         whole["fc.weight"].double(), fc_of(tiny_projected.pilot), rtol=0, atol=1e-4
     )
-    # The rest is drawn and fitted as without a projection.
-    session = Training(
-        replace(config, cache=replace(config.cache, path=tiny_projected.raw))
-    ).session
-    for name, weight in plain.session.drafter.state_dict().items():
-        if name != "fc.weight":
-            assert torch.equal(weight, started.state_dict()[name])
+    plain = Training(replace(config, cache=replace(config.cache, path=tiny_projected.raw)))
+    assert torch.equal(plain.session.drafter.norm.weight, started.norm.weight)
 
 
 @pytest.mark.parametrize("form", ["dflash", "speculators"])
@@ -241,6 +247,9 @@ def test_an_export_computes_of_the_states_what_was_trained_of_their_projection(
         # Stored states are rounded to bfloat16 behind the projection; exported weights, too.
         assert difference(blocks_of(whole, same), trained) < 0.01
         assert difference(blocks_of(rounded, same), trained) < 0.02
+        context_SD = fused(session, position)
+        assert difference(fused(whole, same), context_SD) < 0.01
+        assert difference(fused(rounded, same), context_SD) < 0.02
 
 
 def test_the_published_client_loads_the_export(run: Run, exported: Path) -> None:
@@ -379,14 +388,21 @@ def test_an_export_starts_a_drafter_on_the_states_themselves(
         assert torch.equal(weight, tensors[name].float())
 
 
-def test_a_start_that_the_projection_does_not_hold_is_refused(
-    tiny_projected: Projected, tiny_train: MakeTrain, tmp_path: Path
+def test_a_start_that_the_projection_does_not_hold_is_warned_of_or_refused(
+    exported: Path, tiny_projected: Projected, tiny_train: MakeTrain, tmp_path: Path, caplog: Any
 ) -> None:
-    other = tiny_train(tmp_path / "other", tiny_projected.raw, steps=1)
-    fields = {"fitted_start": False}
-    other = replace(other, drafter=replace(other.drafter, **fields))
-    train(other)
-    start = export_dflash(Run(other.run.path), tmp_path / "out")
+    start = tmp_path / "start"
+    shutil.copytree(exported, start)
+    tensors = load_file(start / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    strange_DF = torch.randn(64, 128, generator=generator) * tensors["fc.weight"].float().std()
+    tensors["fc.weight"] = (tensors["fc.weight"].float() + 0.1 * strange_DF).bfloat16()
+    save_file(tensors, start / "model.safetensors")
+    Training(warm(tiny_train(tmp_path / "near", tiny_projected.cache), start))
+    (line,) = [record for record in caplog.records if "as far as" in record.message]
+    assert line.levelname == "WARNING"
+    tensors["fc.weight"][:, 64:] = 0  # the pilot's rows are nearly those of the last block
+    save_file(tensors, start / "model.safetensors")
     with pytest.raises(RunError, match=r"does not hold its fc: \d\d\.\d % of it .* lie outside"):
         Training(warm(tiny_train(tmp_path / "run", tiny_projected.cache), start))
 

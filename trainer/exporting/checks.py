@@ -121,14 +121,16 @@ def check_product(directory: Path, factored: Drafter, projection: Projection) ->
     whole = Drafter(factored.config, hidden_size, num_features)
     whole.load_state_dict({name: tensors[name].float() for name in whole.state_dict()})
     features_SF = _random(_NUM_CONTEXT, num_features) * projection.channel_rms_F
-    expected_QD = _forward(factored, projection.apply(features_SF))
-    difference = _difference(_forward(whole, features_SF), expected_QD)
-    if not difference <= _MAX_ROUNDING:  # nor NaN
-        raise RunError(
-            f"{directory}: of the states it computes something else than the trained drafter of "
-            f"their projection: largest difference {difference:g} of the largest value, at most "
-            f"{_MAX_ROUNDING:g} is rounding."
-        )
+    projected_SR = projection.apply(features_SF)
+    # The fused features too: little of them shows behind a drafter that has hardly learned.
+    for compute in (_fused, _forward):
+        difference = _difference(compute(whole, features_SF), compute(factored, projected_SR))
+        if not difference <= _MAX_ROUNDING:  # nor NaN
+            raise RunError(
+                f"{directory}: of the states it computes something else than the trained drafter "
+                f"of their projection: largest difference {difference:g} of the largest value, at "
+                f"most {_MAX_ROUNDING:g} is rounding."
+            )
 
 
 def _random(*shape: int) -> Tensor:
@@ -137,6 +139,12 @@ def _random(*shape: int) -> Tensor:
 
 def _difference(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
+
+
+def _fused(drafter: Drafter, features_SF: Tensor) -> Tensor:
+    """What the layers read of the target: the context after `fc` and its norm, on the CPU."""
+    fused_SD: Tensor = drafter.hidden_norm(drafter.fc(features_SF.to(drafter.fc.weight.device)))
+    return fused_SD.cpu()
 
 
 def _forward(drafter: Drafter, features_SF: Tensor) -> Tensor:
