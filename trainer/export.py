@@ -150,11 +150,18 @@ def _write(
         (partial / CARD).write_text(model_card(session, facts))
         check_export(partial, facts.form, session, tensors)
         if (projection := session.cache.projection()) is not None:
-            session.drafter.load_state_dict(snapshot.drafter)
-            check_product(partial, session.drafter, projection)
+            check_product(partial, _factored(session, snapshot, tensors), projection)
         replace_directory(partial, out)
     logger.info("exported step %d to %s", snapshot.step, out)
     return out
+
+
+def _factored(session: Session, snapshot: Snapshot, exported: Tensors) -> Drafter:
+    """The trained factor with the other weights as they are exported: only `fc` differs."""
+    names = session.drafter.state_dict()
+    rounded = {name: exported[name].float() for name in names}
+    session.drafter.load_state_dict(rounded | {"fc.weight": snapshot.drafter["fc.weight"]})
+    return session.drafter
 
 
 def unprojected(session: Session, drafter: Tensors) -> Tensors:

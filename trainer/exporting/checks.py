@@ -23,7 +23,8 @@ of some 140 tries, for a reason not known, and by less than 1e-6 in the others; 
 far more."""
 
 _MAX_ROUNDING = 0.02
-"""Of the largest value: what rounding all weights to bfloat16 may change. Measured: TODO."""
+"""Of the largest value: what rounding `fc` to bfloat16 may change. Measured: 0.003 of the fused
+features, 0.002 of the last hidden state."""
 
 _NUM_CONTEXT = 48
 _DTYPES = {"d2t": torch.int64, "t2d": torch.bool}
@@ -110,8 +111,8 @@ def check_forward(directory: Path, config: dict[str, Any], trained: Drafter) -> 
 
 @torch.no_grad()
 def check_product(directory: Path, factored: Drafter, projection: Projection) -> None:
-    """The tensors of the directory compute of a target's states what `factored`, with the weights
-    that were trained, computes of their projection: but for the rounding to bfloat16.
+    """The tensors of the directory compute of a target's states what `factored`, with the factor
+    that was trained, computes of their projection: but for the rounding of `fc` to bfloat16.
 
     Raises:
         RunError: they differ by more than a fiftieth of the largest value.
