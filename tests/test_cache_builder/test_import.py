@@ -34,7 +34,7 @@ from shared.errors import (
     DataError,
 )
 from shared.shard import GROUP, STATES_OBJECT
-from tests.conftest import conversations, write_jsonl
+from tests.conftest import Projected, conversations, write_jsonl
 from tests.test_cache_builder.peers import (
     Captured,
     mask_and_ids,
@@ -548,7 +548,7 @@ def test_declared_equal_to_a_capture_it_can_be_merged_and_repaired(
     make_import: MakeImport,
     tiny_build: MakeBuild,
     built: Path,
-    tiny_target: Path,
+    tiny_projected: Projected,
     tmp_path: Path,
 ) -> None:
     data = write_jsonl(tmp_path / "other.jsonl", conversations(range(60, 70)))
@@ -556,6 +556,10 @@ def test_declared_equal_to_a_capture_it_can_be_merged_and_repaired(
     build(other)
     with pytest.raises(CacheIncompatibleError, match=r"--same-as .*codec\.name"):
         import_states(make_import("specforge", preset="balanced", same_as=other.cache.path))
+    with pytest.raises(
+        CacheIncompatibleError, match=r"--same-as .*projection\.rank: '\(absent\)' here, 64 there"
+    ):
+        import_states(make_import("specforge", same_as=tiny_projected.cache))
     import_states(config := make_import("specforge", same_as=other.cache.path))
     assert Cache(config.cache.path).spec == Cache(other.cache.path).spec
     with pytest.raises(CacheIncompatibleError, match=r"were captured here.*merge"):

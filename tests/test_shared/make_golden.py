@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 
 from cache_builder.commit import publish
+from shared.cache import PROJECTION
 from shared.codec import Calibration, Codec, LevelCodec, LosslessCodec
+from shared.files import sha256_bytes, write_bytes
+from shared.projection import Projection, Provenance
 from shared.shard import CapturedSample
-from shared.spec import CaptureSpec
+from shared.spec import CaptureSpec, ProjectionSpec
 from tests.test_shared.made import add_shard, create_cache, make_sample, make_spec
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -27,6 +30,7 @@ SHARDS = {
     "levels-2": ((65, 3), (2,)),
     "small-2": ((65, 3),),
     "post-norm-2": ((65, 3),),
+    "projected-2": ((65, 3),),
 }
 """Lengths of the samples, by shard, of each golden cache. A second shard is a second generation."""
 
@@ -39,9 +43,35 @@ CODECS: dict[str, Codec] = {
     "levels-2": LevelCodec(step=1 / 16),
     "small-2": LevelCodec(step=1 / 2, bits=4),
     "post-norm-2": LosslessCodec(),
+    "projected-2": LosslessCodec(),
 }
+
+
+def golden_projection() -> Projection:
+    """Of two blocks of 8 values to 8, in powers of two."""
+    matrix = torch.arange(8 * 16).reshape(8, 16) / 16 - 4
+    provenance = Provenance(
+        kind="pilot",
+        is_orthonormal=False,
+        target_name="made",
+        config_sha256="1" * 64,
+        weights_sha256="2" * 64,
+        target_layer_ids=(0, 2),
+        hidden_size=8,
+        rank=8,
+        step=4,
+        fingerprint="5" * 64,
+        num_tokens=100,
+    )
+    return Projection(matrix, torch.eye(8), torch.full((16,), 0.5), provenance)
+
+
 FIELDS: dict[str, dict[str, Any]] = {
-    "post-norm-2": {"target_layer_ids": (2,), "last_hidden": "post_norm"}
+    "post-norm-2": {"target_layer_ids": (2,), "last_hidden": "post_norm"},
+    "projected-2": {
+        "last_hidden": "post_norm",
+        "projection": ProjectionSpec(sha256=sha256_bytes(golden_projection().to_bytes()), rank=8),
+    },
 }
 """Of the spec, where they are not those of `make_spec`."""
 
@@ -106,6 +136,8 @@ def write_golden(path: Path, name: str) -> None:
     spec = golden_spec(name)
     calibration = golden_calibration() if spec.build_codec().needs_calibration else None
     calibration_name = create_cache(path, spec, calibration)
+    if spec.projection is not None:
+        write_bytes(path / PROJECTION, golden_projection().to_bytes())
     for number, lengths in enumerate(SHARDS[name]):
         add_shard(
             path,

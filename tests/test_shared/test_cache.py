@@ -57,6 +57,8 @@ from tests.test_shared.make_golden import (
     SHARDS,
     golden_calibration,
     golden_levels,
+    golden_projection,
+    golden_spec,
     golden_states,
     golden_tokens,
 )
@@ -431,6 +433,7 @@ LENGTHS_OF_GOLDEN = {
     "levels-2": [65, 3, 2],
     "small-2": [65, 3],
     "post-norm-2": [65, 3],
+    "projected-2": [65, 3],
 }
 
 
@@ -499,6 +502,15 @@ def test_the_metadata_of_the_golden_caches_are_these() -> None:
         scale=0.5, soft_cap=30.0, norm_eps=None, norm_offset=0.0
     )
     assert lossless.head().readout is None
+    projected = Cache(GOLDEN / "projected-2")
+    assert projected.spec == golden_spec("projected-2")
+    projection = projected.projection()
+    assert projection is not None
+    assert projection.provenance == golden_projection().provenance
+    assert torch.equal(projection.matrix_RF, golden_projection().matrix_RF)
+    assert projected.projection_provenance() == projection.provenance
+    assert (projected.spec.num_captured, projected.spec.num_features) == (2, 8)
+    assert post_norm.projection() is None
     assert (levels.manifest.generation, lossless.manifest.generation) == (2, 1)
     assert len(Cache(GOLDEN / "levels-2", generation=1).index) == 2
     assert levels.manifest.sources == ("alpha", "beta")
@@ -518,6 +530,7 @@ FINGERPRINTS = {
     "levels-2": "02ed1db522af97c6e774b0523b5b50ac431cb4dc4d2af9c53214ae520208e62b",
     "small-2": "750e7953f7d51db0690d570d104ad9a50033c244f059e49f42c29c43dd27ab0e",
     "post-norm-2": "2f62462dc020dc3e2bbe1e0c4135d8d9a4c636bbd183554c67b0cd9e249af643",
+    "projected-2": "ecbeb2a36e18843fedb01952f6d95914a3860bef5cf24722b3a857778fda9eb1",
 }
 
 
