@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shared.errors import ConfigError, RunError
+from shared.errors import ConfigError, NonFiniteError, RunError
 from shared.projection import Projection, Provenance
 from trainer.caches import generations_of
 from trainer.run import Run
@@ -78,6 +78,7 @@ def make_projection(run: Run, settings: ProjectionSettings) -> Projection:
     Raises:
         RunError: there is no checkpoint, its features were not the states themselves, or its `fc`
             has rows that depend on each other.
+        NonFiniteError: its `fc` or the states of its cache are not finite.
         ConfigError: the rank is out of range.
     """
     snapshot, config = run.require_checkpoint(), run.config()
@@ -98,6 +99,8 @@ def make_projection(run: Run, settings: ProjectionSettings) -> Projection:
     num_directions = rank if settings.is_principal else rank - spec.target.hidden_size
     found = _measure(session, settings.num_tokens, with_covariance=num_directions > 0)
     fc_DF = snapshot.drafter["fc.weight"].double()
+    if not bool(fc_DF.isfinite().all()):
+        raise NonFiniteError(f"{run.path}: the fc of step {snapshot.step} is not finite.")
     if settings.is_principal:
         rows_RF, fc_DF = _principal(found, rank), _last_block(found, spec.target.hidden_size)
     else:
@@ -182,10 +185,15 @@ def _measure(session: Session, num_tokens: int, *, with_covariance: bool) -> _St
             if product_FF is not None:
                 product_FF += states_TF.T @ states_TF
             count += len(states_TF)
-    mean_F = sum_F / max(count, 1)
-    rms_F = (square_F / max(count, 1)).sqrt().clamp_min(1e-6)
+    if not count or not bool(square_F.isfinite().all()):
+        raise NonFiniteError(
+            f"{cache}: its states have no finite RMS over {count:,} tokens. Run `cache-builder "
+            "verify --deep`, then `cache-builder repair`."
+        )
+    mean_F = sum_F / count
+    rms_F = (square_F / count).sqrt().clamp_min(1e-6)
     if product_FF is not None:
-        product_FF = (product_FF / max(count, 1) - mean_F.outer(mean_F)) / rms_F.outer(rms_F)
+        product_FF = (product_FF / count - mean_F.outer(mean_F)) / rms_F.outer(rms_F)
     return _Statistics(rms_F.cpu(), product_FF, count)
 
 

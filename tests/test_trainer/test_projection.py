@@ -15,10 +15,11 @@ from torch import Tensor
 
 from cache_builder.build import build
 from cache_builder.config import BuildConfig
-from shared.errors import ConfigError, RunError
+from shared.errors import CacheIncompatibleError, ConfigError, NonFiniteError, RunError
 from shared.projection import Projection
 from tests.conftest import Projected, projecting
 from trainer.batch import collate
+from trainer.caches import Caches
 from trainer.checkpoint import save
 from trainer.cli import main
 from trainer.compare import compare
@@ -165,6 +166,12 @@ def test_a_pilot_that_cannot_be_one_is_refused(
         training.session.drafter.fc.weight[5] = training.session.drafter.fc.weight[6]
     save(tmp_path / "flat", training.learner.snapshot(None, {"unlogged": None}), keep=1)
     with pytest.raises(RunError, match="rows of its fc depend on each other"):
+        make_projection(Run(tmp_path / "flat"), ProjectionSettings())
+    with torch.no_grad():
+        training.session.drafter.fc.weight[5, 7] = torch.nan
+    training.learner.step = 1
+    save(tmp_path / "flat", training.learner.snapshot(None, {"unlogged": None}), keep=1)
+    with pytest.raises(NonFiniteError, match="the fc of step 1 is not finite"):
         make_projection(Run(tmp_path / "flat"), ProjectionSettings())
 
 
@@ -427,6 +434,13 @@ def test_everything_else_reads_such_a_run(
     facts = summarize(run, exported)
     assert facts["raw_bytes_per_token"] == 2 * 64 * 2
     assert facts["stored_over_raw"] < 0.5
+
+
+def test_projected_and_plain_caches_are_not_read_as_one(tiny_projected: Projected) -> None:
+    with pytest.raises(
+        CacheIncompatibleError, match=r"projection\.rank: 64 in .*, '\(absent\)' in"
+    ):
+        Caches([tiny_projected.cache, tiny_projected.raw])
 
 
 def test_memory_is_foreseen_for_the_smaller_fusion(
