@@ -31,6 +31,7 @@ from trainer.exporting.speculators import (
 )
 from trainer.exporting.vocabulary import coverage, most_frequent
 from trainer.exporting.zlab import dflash_config, dflash_shapes
+from trainer.projection import unprojected
 from trainer.run import Run
 from trainer.session import Session, read_target_config
 from trainer.snapshot import Snapshot
@@ -139,7 +140,7 @@ def _write(
     out: Path,
 ) -> Path:
     """Write, read back, check, and only then put in place of an earlier export."""
-    whole = unprojected(session, snapshot.drafter)
+    whole = unprojected(session.cache, snapshot.drafter)
     tensors = {name: value.to(torch.bfloat16) for name, value in whole.items()} | extra
     _require_replaceable(out)
     with staging_directory(out) as staging, writing(out):
@@ -162,18 +163,6 @@ def _factored(session: Session, snapshot: Snapshot, exported: Tensors) -> Drafte
     rounded = {name: exported[name].float() for name in names}
     session.drafter.load_state_dict(rounded | {"fc.weight": snapshot.drafter["fc.weight"]})
     return session.drafter
-
-
-def unprojected(session: Session, drafter: Tensors) -> Tensors:
-    """The weights `drafter` with an `fc` that reads the blocks' own states, float32.
-
-    Behind a projection that is the product of the trained factor with its matrix: what a server
-    multiplies with, since it knows no projection.
-    """
-    projection = session.cache.projection()
-    if projection is None:
-        return drafter
-    return {**drafter, "fc.weight": drafter["fc.weight"].float() @ projection.matrix_RF}
 
 
 def check_export(directory: Path, form: str, session: Session, trained: Tensors) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shared.errors import ConfigError, NonFiniteError, RunError
 from shared.projection import Projection, Provenance
-from trainer.caches import generations_of
+from trainer.caches import Caches, generations_of
 from trainer.run import Run
 from trainer.session import Session
 
@@ -147,6 +147,18 @@ def fit_factor(fc_DF: Tensor, matrix_RF: Tensor, rms_F: Tensor) -> tuple[Tensor,
     factor_DR = factor_RD.T.float().contiguous()
     left = (fc_DF - factor_DR.double() @ rows_RF).norm() / fc_DF.norm().clamp_min(1e-30)
     return factor_DR, float(left)
+
+
+def unprojected(cache: Caches, drafter: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights `drafter` with an `fc` that reads the blocks' own states, float32.
+
+    Behind a projection that is the product of the trained factor with its matrix: what a server
+    multiplies with, since it knows no projection.
+    """
+    projection = cache.projection()
+    if projection is None:
+        return drafter
+    return {**drafter, "fc.weight": drafter["fc.weight"].float() @ projection.matrix_RF}
 
 
 def rows(projection: Projection) -> list[tuple[str, str]]:

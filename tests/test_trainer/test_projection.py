@@ -24,15 +24,16 @@ from trainer.checkpoint import save
 from trainer.cli import main
 from trainer.compare import compare
 from trainer.config import StepConfig, TrainConfig
+from trainer.decoding.source import DrafterSource
 from trainer.doctor.diagnosis import diagnose
 from trainer.doctor.view import RunView
 from trainer.drafter import Drafter
 from trainer.evaluate import evaluate_run
-from trainer.export import export_dflash, export_speculators, unprojected
+from trainer.export import export_dflash, export_speculators
 from trainer.exporting.checks import check_product
 from trainer.inspect import inspect_checkpoint
 from trainer.inspect import rows as inspect_rows
-from trainer.projection import ProjectionSettings, fit_factor, make_projection
+from trainer.projection import ProjectionSettings, fit_factor, make_projection, unprojected
 from trainer.recipe import LossConfig, NoiseConfig
 from trainer.run import Run
 from trainer.session import Session
@@ -227,7 +228,7 @@ def test_it_starts_where_the_pilot_ended(tiny_projected: Projected, tiny_train: 
     training = Training(config)
     started = training.session.drafter
     assert started.fc.weight.shape == (64, 64)
-    whole = unprojected(training.session, started.state_dict())
+    whole = unprojected(training.session.cache, started.state_dict())
     torch.testing.assert_close(
         whole["fc.weight"].double(), fc_of(tiny_projected.pilot), rtol=0, atol=1e-4
     )
@@ -244,7 +245,7 @@ def test_an_export_computes_of_the_states_what_was_trained_of_their_projection(
     assert tensors["fc.weight"].shape == (64, 128)
     session = Session.open(run.config())
     restore(run.require_checkpoint(), session.drafter)
-    exact = unprojected(session, run.require_checkpoint().drafter)
+    exact = unprojected(session.cache, run.require_checkpoint().drafter)
     whole = raw_session(run.config(), tiny_projected.raw, exact)
     rounded = raw_session(run.config(), tiny_projected.raw, tensors)
     by_id = {whole.cache.index.sample_id(i): i for i in range(len(whole.cache.index))}
@@ -271,6 +272,12 @@ def test_the_published_client_loads_the_export(run: Run, exported: Path) -> None
     assert config["dflash_config"] == {"mask_token_id": 3, "target_layer_ids": [0, 2]}
     card = (exported / "README.md").read_text()
     assert "| features | from states projected to 64 values by " in card
+
+
+def test_real_decoding_multiplies_the_projection_in(run: Run, exported: Path) -> None:
+    found = DrafterSource.read(run.path).drafter.state_dict()
+    for name, weight in DrafterSource.read(exported).drafter.state_dict().items():
+        assert torch.equal(found[name], weight)
 
 
 def test_a_wrong_product_is_not_exported(run: Run, exported: Path) -> None:
@@ -369,7 +376,7 @@ def test_an_export_starts_a_drafter_behind_its_own_projection(
     caplog.set_level("INFO")
     training = Training(warm(tiny_train(tmp_path / "run", tiny_projected.cache), exported))
     tensors = load_file(exported / "model.safetensors")
-    whole = unprojected(training.session, training.session.drafter.state_dict())
+    whole = unprojected(training.session.cache, training.session.drafter.state_dict())
     torch.testing.assert_close(
         whole["fc.weight"], tensors["fc.weight"].float(), rtol=0.01, atol=1e-3
     )

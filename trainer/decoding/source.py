@@ -7,10 +7,12 @@ import torch
 
 from shared.errors import RunError
 from shared.files import read_json
+from trainer.caches import Caches, generations_of
 from trainer.decoding.target import Target
 from trainer.drafter import Drafter
 from trainer.drafter_directory import read_config, read_weights, require_tensors
 from trainer.exporting.zlab import dflash_shapes, drafter_of
+from trainer.projection import unprojected
 from trainer.run import Run
 
 
@@ -54,7 +56,7 @@ class DrafterSource:
         tensors, _ = read_weights(path, where)
         shaped = config | {"dflash_config": {"target_layer_ids": layer_ids}}
         require_tensors(tensors, dflash_shapes(shaped), where)
-        drafter = Drafter(settings, config["hidden_size"], len(layer_ids))
+        drafter = Drafter(settings, config["hidden_size"], len(layer_ids) * config["hidden_size"])
         drafter.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
         names = {"hidden_size": "hidden_size", "vocab_size": "vocab_size"}
         names["num_target_layers"] = "num_hidden_layers"
@@ -71,10 +73,14 @@ class DrafterSource:
             )
         hidden_size = snapshot.cache["hidden_size"]
         layer_ids = tuple(snapshot.cache["target_layer_ids"])
-        drafter = Drafter(config.drafter, hidden_size, len(layer_ids))
+        drafter = Drafter(config.drafter, hidden_size, len(layer_ids) * hidden_size)
+        weights = snapshot.drafter
+        if "projection" in snapshot.cache:  # its matrix is in the cache alone
+            cache = Caches(config.cache.paths, generations=generations_of(snapshot.cache))
+            weights = unprojected(cache, weights)
         # Rounded as an export is: the figures are those of what will be served.
         drafter.load_state_dict(
-            {name: value.to(torch.bfloat16).float() for name, value in snapshot.drafter.items()}
+            {name: value.to(torch.bfloat16).float() for name, value in weights.items()}
         )
         sizes = {"hidden_size": hidden_size}
         return cls(str(run.path), drafter, layer_ids, sizes, snapshot.step)

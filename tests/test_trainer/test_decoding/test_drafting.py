@@ -29,7 +29,7 @@ def test_a_block_is_that_of_a_whole_forward() -> None:
     )
     model = llama()
     decoder = Decoder.find(model)
-    drafter = Drafter(config, 32, 2, torch.Generator().manual_seed(0))
+    drafter = Drafter(config, 32, 2 * 32, torch.Generator().manual_seed(0))
     features = torch.randn((17, 64), generator=torch.Generator().manual_seed(1))
     drafting = Drafting(drafter, decoder)
     begin = 0

@@ -93,7 +93,7 @@ def test_drawn_texts_are_distributed_as_the_targets() -> None:
         block_size=3,
         initializer_range=0.2,
     )
-    drafter = Drafter(config, 32, 2, torch.Generator().manual_seed(3))
+    drafter = Drafter(config, 32, 2 * 32, torch.Generator().manual_seed(3))
     p_123 = np.zeros((VOCAB, VOCAB, VOCAB))
     for ids in product(range(VOCAB), repeat=3):
         logits = target.forward([*PROMPT, *ids], target.new_cache()).logits_NV.double()
