@@ -34,7 +34,8 @@ NUM_RANKS = 64
 """Ranks kept of the vocabulary. The trees of the paper's budgets hardly ever look further."""
 
 ANCHORS_PER_FORWARD = 256
-SLOTS_PER_CHUNK = 1024
+LOGITS_BYTES = 2**25
+"""Of the slots whose logits exist at one time, in float32."""
 
 
 @torch.no_grad()
@@ -115,12 +116,17 @@ def _add_anchors(
     return chain_accepted(rank_AP, num_gold_A), tree_AU
 
 
+def slots_per_chunk(vocab_size: int) -> int:
+    """Slots of which the logits are held at one time."""
+    return max(LOGITS_BYTES // (vocab_size * 4), 1)
+
+
 def _ranked(
     hidden_APD: Tensor, lm_head_VD: Tensor, num_ranks: int
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
     """Best tokens of every slot and their log-probabilities, ties by rising id, [A, P, T] each."""
     log_ps, tokens = [], []
-    for hidden_MD in torch.split(hidden_APD.flatten(0, 1), SLOTS_PER_CHUNK):
+    for hidden_MD in torch.split(hidden_APD.flatten(0, 1), slots_per_chunk(len(lm_head_VD))):
         logits_MV = (hidden_MD.to(lm_head_VD.dtype) @ lm_head_VD.T).float()
         top_MT, token_MT = logits_MV.topk(num_ranks, dim=-1)
         # topk leaves ties in any order; decoding takes the lowest id (argmax).
@@ -129,6 +135,7 @@ def _ranked(
         order_MT = top_MT.argsort(dim=-1, descending=True, stable=True)
         log_ps.append(top_MT.gather(1, order_MT) - logits_MV.logsumexp(-1, keepdim=True))
         tokens.append(token_MT.gather(1, order_MT))
+        del logits_MV  # before the next chunk's exist
     shape = (*hidden_APD.shape[:2], num_ranks)
     return (
         torch.cat(log_ps).reshape(shape).cpu().numpy(),

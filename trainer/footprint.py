@@ -22,7 +22,7 @@ from shared.errors import ConfigError
 from shared.quantity import size
 from trainer.config import TrainConfig
 from trainer.drafter import num_parameters
-from trainer.evaluate import ANCHORS_PER_FORWARD, SLOTS_PER_CHUNK
+from trainer.evaluate import ANCHORS_PER_FORWARD, slots_per_chunk
 from trainer.sampler import EpochPlan
 from trainer.tiles import TILE_QUERIES
 
@@ -137,7 +137,7 @@ def estimate(
     passing = slots * max(2 * c * drafter.intermediate_size, 3 * _FLOAT * queries)
     step = features + kept + max(logits, passing)
     blocks = min(ANCHORS_PER_FORWARD, heldout_anchors)
-    ranked = min(SLOTS_PER_CHUNK, blocks * (config.drafter.block_size - 1))
+    ranked = min(slots_per_chunk(vocab_size), blocks * (config.drafter.block_size - 1))
     forward = 3 * c * blocks * config.drafter.block_size * config.drafter.intermediate_size
     evaluation = max(ranked * vocab_size * 2 * _FLOAT, forward)
     return Footprint(

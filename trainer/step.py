@@ -16,6 +16,7 @@ from trainer.attention import build_mask
 from trainer.batch import Batch
 from trainer.drafter import Drafter
 from trainer.loss import BlockLoss, WeighFunction, drafter_loss
+from trainer.shapes import fill, round_steps
 from trainer.teacher import Teacher
 
 
@@ -50,23 +51,32 @@ def forward_blocks(
         block_size,
         mask_token_id,
     )
-    row = (batch.document_S, batch.anchor_A, batch.anchor_valid_A, block_size)
+    num_slots = len(batch.anchor_A) * block_size
+    contexts, anchors = round_steps(features_SLD.device, block_size)
+    # What fills up belongs to no document and is no valid anchor: nobody sees it.
+    row = (
+        fill(batch.document_S, contexts, -1),
+        fill(batch.anchor_A, anchors),
+        fill(batch.anchor_valid_A, anchors),
+        block_size,
+    )
     mask = None if all(config.slides) else build_mask(*row)
     sliding_mask = build_mask(*row, config.sliding_window) if any(config.slides) else None
     embeddings_QD = functional.embedding(blocks.input_id_AK.flatten(), head.embedding_VD)
-    features_SF = features_SLD.flatten(1)
+    embeddings_QD = fill(embeddings_QD, anchors * block_size)
+    features_SF = fill(features_SLD.flatten(1), contexts)
     if not torch.is_autocast_enabled(features_SF.device.type):
         dtype = drafter.fc.weight.dtype
         features_SF, embeddings_QD = features_SF.to(dtype), embeddings_QD.to(dtype)
     hidden_QD = drafter(
         features_SF,
         embeddings_QD,
-        batch.position_S,
-        blocks.position_AK.flatten(),
+        fill(batch.position_S, contexts),
+        fill(blocks.position_AK.flatten(), anchors * block_size),
         mask,
         sliding_mask,
     )
-    return Forward(hidden_QD.unflatten(0, (-1, block_size)), blocks)
+    return Forward(hidden_QD[:num_slots].unflatten(0, (-1, block_size)), blocks)
 
 
 def batch_loss(

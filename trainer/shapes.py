@@ -1,0 +1,43 @@
+"""Few shapes instead of one for each batch: libraries keep something for every shape they meet.
+
+On a CPU with bfloat16 units each new shape of a matrix product leaves 1 to 2 MB behind, for good:
+a compiled kernel and its buffers, in oneDNN's and torch's caches. A run meets a new shape in most
+of its steps, and grew by 1.5 GB in its first hundred. So rows are filled up to round sizes.
+
+S context tokens   A anchors   K block size   Q = A*K
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+CONTEXT_STEP = 64
+"""Context tokens, and keys that a tile of queries sees."""
+
+QUERY_STEP = 64
+"""Draft slots."""
+
+
+def round_steps(device: torch.device, block_size: int) -> tuple[int, int]:
+    """Of what numbers of context tokens and of anchors are to be multiples.
+
+    Of one on a GPU, which compiles for sizes that vary.
+    """
+    if device.type != "cpu":
+        return 1, 1
+    return CONTEXT_STEP, max(QUERY_STEP // block_size, 1)
+
+
+def fill(x_R: Tensor, step: int, value: int = 0) -> Tensor:
+    """`x_R`, of one dimension or two, with `value` in new rows up to a multiple of `step`."""
+    missing = -len(x_R) % step
+    if not missing:
+        return x_R
+    return functional.pad(x_R, (*(0, 0) * (x_R.dim() - 1), 0, missing), value=value)
+
+
+def widen(begin: int, end: int, size: int) -> slice:
+    """The span moved outward to multiples of `CONTEXT_STEP`, inside [0, `size`]."""
+    return slice(
+        begin // CONTEXT_STEP * CONTEXT_STEP, min(-(-end // CONTEXT_STEP) * CONTEXT_STEP, size)
+    )
