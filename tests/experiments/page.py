@@ -11,7 +11,7 @@ from tests.conftest import REPOSITORY
 from tests.experiments.figures import METRICS, Difference, Record, difference, largest_gap, value
 from tests.experiments.plot import dot_plot
 from tests.experiments.runner import Results, lines_of
-from tests.experiments.variants import GROUPS, VARIANTS, Group
+from tests.experiments.variants import BASELINE, FLOOR, GROUPS, VARIANTS, Group
 
 PAGE = REPOSITORY / "trainer" / "PROOF.md"
 PLOTS = "proof"
@@ -45,8 +45,7 @@ def text_of(group: Group, results: Results) -> str:
     baseline, *_ = runs.values()
     rows = []
     for title, by_seed in runs.items():
-        means = [sum(value(r, m) for r in by_seed.values()) / len(by_seed) for m in metrics]
-        cells = [f"{mean:.4f}" for mean in means]
+        cells = [f"{_mean([value(r, m) for r in by_seed.values()]):.4f}" for m in metrics]
         rows.append([title, str(len(by_seed)), *cells, *_wobble(group, by_seed)])
         if by_seed is not baseline:
             found = [difference(by_seed, baseline, metric) for metric in metrics]
@@ -77,7 +76,7 @@ def plot_of(group: Group, results: Results) -> str | None:
     runs = rows_of(group, results)
     if group.name == "live" or len(runs) < 2:
         return None
-    metrics = [m for m in ("loss", "walk", "tree 64") if m != "loss" or group.has_one_loss]
+    metrics = [m for m in ("loss", "chain", "walk") if m != "loss" or group.has_one_loss]
     values = {
         _head(metric): [
             {seed: value(record, metric) for seed, record in by_seed.items()}
@@ -85,7 +84,9 @@ def plot_of(group: Group, results: Results) -> str | None:
         ]
         for metric in metrics
     }
-    return dot_plot(list(runs), list(values), values)
+    floor = results.of(FLOOR).values() if group.baseline == BASELINE else []
+    marks = {_head(m): _mean([value(record, m) for record in floor]) for m in metrics if floor}
+    return dot_plot(list(runs), values, marks)
 
 
 def publish(results: Results, copy: Path, page: Path = PAGE) -> None:
@@ -138,7 +139,11 @@ def _live_table(runs: dict[str, dict[int, Record]]) -> str:
 def _wobble(group: Group, by_seed: dict[int, Record]) -> list[str]:
     if group.name != "order":
         return []
-    return [f"{sum(r['train']['wobble'] for r in by_seed.values()) / len(by_seed):.3f}"]
+    return [f"{_mean([record['train']['wobble'] for record in by_seed.values()]):.3f}"]
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _difference(found: Difference | None) -> str:

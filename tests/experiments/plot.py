@@ -9,17 +9,17 @@ _SEED_COLOURS = ("#0b6bcb", "#d9480f", "#2b8a3e", "#862e9c", "#5c5f66")
 
 def dot_plot(
     titles: Sequence[str],
-    metrics: Sequence[str],
     values: Mapping[str, Sequence[Mapping[int, float]]],
+    marks: Mapping[str, float],
 ) -> str:
     """The plot.
 
     Args:
         titles: of the rows.
-        metrics: of the panels.
-        values: by metric, for each row the values by seed.
+        values: for each metric, which gets a panel, and each row the values by seed.
+        marks: by metric, where a dashed line is drawn for scale.
     """
-    width = _LABEL + len(metrics) * (_PANEL + _GAP)
+    width = _LABEL + len(values) * (_PANEL + _GAP)
     height = _HEAD + len(titles) * _ROW + _FOOT
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
@@ -28,14 +28,16 @@ def dot_plot(
     ]
     for row, title in enumerate(titles):
         parts.append(_text(_LABEL - 12, _middle(row) + 4, title, anchor="end"))
-    for number, metric in enumerate(metrics):
+    for number, (metric, rows) in enumerate(values.items()):
         left = _LABEL + number * (_PANEL + _GAP)
-        parts += _panel(left, metric, values[metric])
+        parts += _panel(left, metric, rows, marks.get(metric))
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _panel(left: float, metric: str, rows: Sequence[Mapping[int, float]]) -> list[str]:
-    every = [x for row in rows for x in row.values()]
+def _panel(
+    left: float, metric: str, rows: Sequence[Mapping[int, float]], mark: float | None
+) -> list[str]:
+    every = [x for row in rows for x in row.values()] + ([] if mark is None else [mark])
     low, high = min(every), max(every)
     margin = 0.12 * (high - low) or 0.01
     low, high = low - margin, high + margin
@@ -51,6 +53,11 @@ def _panel(left: float, metric: str, rows: Sequence[Mapping[int, float]]) -> lis
         _text(left, bottom + 17, f"{low:.3f}", colour="#5c5f66"),
         _text(left + _PANEL, bottom + 17, f"{high:.3f}", anchor="end", colour="#5c5f66"),
     ]
+    if mark is not None:
+        parts.append(
+            f'<line x1="{x_of(mark):.1f}" y1="{_HEAD}" x2="{x_of(mark):.1f}" y2="{bottom}" '
+            'stroke="#868e96" stroke-dasharray="4 3"/>'
+        )
     for number, row in enumerate(rows):
         y = _middle(number)
         parts.append(f'<line x1="{left}" y1="{y}" x2="{left + _PANEL}" y2="{y}" stroke="#e9ecef"/>')

@@ -21,6 +21,10 @@ RECIPE: Mapping[str, str] = {
 
 SEEDS = (0, 1, 2)
 
+BASELINE = "lossless"
+FLOOR = "zero"
+"""The variant that shows what the target's states are worth at all."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cache:
@@ -96,19 +100,19 @@ _SHORT = {"train.steps": "40", "cache.heldout_fraction": "0.1", "evaluate.max_sa
 VARIANTS = {
     variant.name: variant
     for variant in (
-        Variant("lossless", "lossless (the baseline of all groups)"),
+        Variant(BASELINE, "lossless (baseline)"),
         Variant("balanced", "balanced", cache="balanced", also="lossless"),
         Variant("small", "small", cache="small", also="lossless"),
         Variant("stored", "from the cache", _SHORT, "alone", seeds=(0,), keeps_losses=True),
         Variant(
             "live", "from a live forward", _SHORT, "alone", "live", seeds=(0,), keeps_losses=True
         ),
-        Variant("zero", "states set to zero", _ZERO, seeds=(0,)),
+        Variant(FLOOR, "states set to zero", _ZERO, seeds=(0,)),
         Variant("decay-4", "decay, gamma 4", {"loss.kind": "decay", "loss.gamma": "4"}),
         Variant("decay-7", "decay, gamma 7", {"loss.kind": "decay", "loss.gamma": "7"}),
-        Variant("few", "few: noise 0.3, new anchors", _FEW),
-        Variant("few-noise-0", "few: no noise", {**_FEW, "noise.scale": "0"}),
-        Variant("few-fixed", "few: the same anchors", _FEW, change="fixed-anchors"),
+        Variant("few", "noise 0.3, new anchors", _FEW),
+        Variant("few-noise-0", "no noise", {**_FEW, "noise.scale": "0"}),
+        Variant("few-fixed", "the same anchors", _FEW, change="fixed-anchors"),
         Variant("noise-0", "no noise", {"noise.scale": "0"}),
         Variant("iid", "independent shuffle", change="iid-order"),
         Variant("runs", "runs of 16", change="runs-order"),
@@ -118,13 +122,13 @@ VARIANTS = {
 GROUPS = {
     group.name: group
     for group in (
-        Group("codec", "lossless", ("balanced", "small")),
+        Group("codec", BASELINE, ("balanced", "small")),
         Group("live", "stored", ("live",)),
-        Group("floor", "lossless", ("zero",)),
-        Group("loss", "lossless", ("decay-4", "decay-7"), has_one_loss=False),
+        Group("floor", BASELINE, (FLOOR,)),
+        Group("loss", BASELINE, ("decay-4", "decay-7"), has_one_loss=False),
         Group("few", "few", ("few-noise-0", "few-fixed")),
-        Group("order", "lossless", ("iid", "runs")),
-        Group("noise", "lossless", ("noise-0",)),
+        Group("order", BASELINE, ("iid", "runs")),
+        Group("noise", BASELINE, ("noise-0",)),
     )
 }
 """In the order in which they are run."""
