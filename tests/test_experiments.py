@@ -20,7 +20,7 @@ from tests.experiments.changes import CHANGES, live
 from tests.experiments.figures import Difference, difference, largest_gap
 from tests.experiments.one import ask_on, train_one
 from tests.experiments.runner import Job, Results, Runner, jobs_of
-from tests.experiments.variants import GROUPS, VARIANTS
+from tests.experiments.variants import CACHES, GROUPS, VARIANTS, Cache, Variant
 from trainer.anchors import draw_anchors
 from trainer.config import TrainConfig
 from trainer.recipe import NoiseConfig
@@ -187,6 +187,25 @@ def test_runs_that_are_done_are_not_done_again(
     said.clear()
     assert not Runner(tmp_path, again, at_once=2, nice=0, say=said.append).run(jobs[:2])
     assert said == ["2 of 2 runs are done"]
+
+
+def test_caches_are_made_in_the_order_in_which_they_need_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_json(tmp_path / "data.json", 1)
+    copy = ("json.tool", "{caches}/pilot.json", "{caches}/made {n = 1}.json")
+    made = Cache("made", (copy, copy), needs=("pilot",))
+    pilot = Cache("pilot", (("json.tool", str(tmp_path / "data.json"), "{caches}/pilot.json"),))
+    for cache in (made, pilot):
+        monkeypatch.setitem(CACHES, cache.name, cache)
+    said: list[str] = []
+    runner = Runner(tmp_path, Results(tmp_path), at_once=1, nice=0, say=said.append)
+    runner.build([Job(Variant("x", "x", cache="made"), 0)])
+    assert [line.partition(":")[0] for line in said] == ["cache pilot", "cache made", "cache made"]
+    assert (tmp_path / "caches" / "made {n = 1}.json").read_text() == "1\n"
+    monkeypatch.setitem(CACHES, "pilot", Cache("pilot", (("json.tool", "nothing"),)))
+    with pytest.raises(RuntimeError, match=r"cache pilot: exit code .*cache-pilot\.log"):
+        runner.build([Job(Variant("x", "x", cache="made"), 0)])
 
 
 def test_the_page_is_written_between_its_markers(tmp_path: Path) -> None:

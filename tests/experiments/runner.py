@@ -125,9 +125,10 @@ class Runner:
 
     def build(self, jobs: Sequence[Job]) -> None:
         """Make the caches that `jobs` read, or what is missing of them."""
+        self._caches.mkdir(parents=True, exist_ok=True)
         for cache in needed(name for job in jobs for name in job.variant.caches):
             for words in cache.commands:
-                filled = [word.format(caches=self._caches) for word in words]
+                filled = [word.replace("{caches}", str(self._caches)) for word in words]
                 self._say(f"cache {cache.name}: {' '.join(filled)}")
                 log = self._log(f"cache-{cache.name}")
                 with self._process(filled, log) as process:
