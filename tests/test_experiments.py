@@ -167,7 +167,7 @@ def test_runs_that_are_done_are_not_done_again(
     assert [str(job) for job in jobs[:4]] == [
         *("lossless, seed 0", "balanced, seed 0", "small, seed 0", "lossless, seed 1")
     ]
-    assert len(jobs) == len({job.key for job in jobs}) == 10  # the baseline once
+    assert len(jobs) == len({job.key for job in jobs}) == 12  # the baseline once
     write_json(tmp_path / "made.json", record(1.0, 1.0))
 
     def command(self: Runner, job: Job) -> list[str]:

@@ -107,7 +107,7 @@ VARIANTS = {
         Variant(
             "live", "from a live forward", _SHORT, "alone", "live", seeds=(0,), keeps_losses=True
         ),
-        Variant(FLOOR, "states set to zero", _ZERO, seeds=(0,)),
+        Variant(FLOOR, "states set to zero", _ZERO),
         Variant("decay-4", "decay, gamma 4", {"loss.kind": "decay", "loss.gamma": "4"}),
         Variant("decay-7", "decay, gamma 7", {"loss.kind": "decay", "loss.gamma": "7"}),
         Variant("few", "noise 0.3, new anchors", _FEW),
