@@ -48,7 +48,7 @@ overrides = $(foreach pair,$(SET),--set '$(pair)')
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help install cache train projected test test-interop check format bench bench-peers
+.PHONY: help install cache train projected test test-interop check format bench bench-peers experiments
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -129,6 +129,9 @@ test-interop: $(VENV)/installed-dev .venv-speculators/installed ## Load exported
 
 bench: $(VENV)/installed-dev $(DEMO) ## Measure codecs, reads, capture and the step, on real states
 	$(BIN)/python -m tests.bench
+
+experiments: $(VENV)/installed-dev $(DEMO) ## Train drafters that differ in one thing: trainer/PROOF.md (hours)
+	$(BIN)/python -m tests.experiments
 
 # Other trainers, for `make bench`, each with its own versions. Only what their offline training on
 # a CPU imports, hence --no-deps; torch comes first, as the build that the package index serves.
