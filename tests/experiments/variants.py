@@ -45,31 +45,31 @@ def built(name: str, *settings: str) -> Cache:
     return Cache(name, ((*BUILD, *(word for pair in pairs for word in ("--set", pair))),))
 
 
-PILOT = ("trainer", "train", "--config", "trainer/configs/demo-pilot.toml")
 _PROJECTION = "{caches}/projection.safetensors"
+_PILOT_CACHE = ("--set", "cache.path={caches}/pilot")
+_PILOT_RUN = "{caches}/pilot-run"
+PILOT = (
+    ("cache_builder", "build", "--config", "cache_builder/configs/demo-pilot.toml", *_PILOT_CACHE),
+    (
+        *("trainer", "train", "--config", "trainer/configs/demo-pilot.toml", *_PILOT_CACHE),
+        *("--set", f"run.path={_PILOT_RUN}"),
+    ),
+    ("trainer", "projection", _PILOT_RUN, "-o", _PROJECTION),
+)
+"""The pilot of `make projected`."""
 
 
 def projected(preset: str) -> Cache:
-    """A cache of the demo data behind the projection of the pilot of `make projected`."""
-    built_ = built(f"projected-{preset}", f"codec.preset={preset}", f"capture.projection={_PROJECTION}")
-    return replace(built_, needs=("projection",))
+    """A cache of the demo data behind the pilot's projection."""
+    settings = (f"codec.preset={preset}", f"capture.projection={_PROJECTION}")
+    return replace(built(f"projected-{preset}", *settings), needs=("projection",))
 
 
 CACHES = {
     cache.name: cache
     for cache in (
         *(projected(name) for name in ("lossless", "balanced", "small")),
-        Cache(
-            "projection",
-            (
-                (
-                    *("cache_builder", "build", "--config", "cache_builder/configs/demo-pilot.toml"),
-                    *("--set", "cache.path={caches}/pilot"),
-                ),
-                (*PILOT, "--set", "cache.path={caches}/pilot", "--set", "run.path={caches}/pilot-run"),
-                ("trainer", "projection", "{caches}/pilot-run", "-o", _PROJECTION),
-            ),
-        ),
+        Cache("projection", PILOT),
         *(built(name, f"codec.preset={name}") for name in ("lossless", "balanced", "small")),
         # A sample a forward: only so does a live forward give the same bits in bfloat16.
         built(
