@@ -194,11 +194,16 @@ class Training:
                 self.unlogged = None
 
     def _goes_on(self, stop: StopRequest) -> bool:
-        """Whether there is another turn. The first rank decides, a signal to any of them counts."""
+        """Whether there is another turn. The first rank decides, a signal to any of them counts.
+
+        One that comes after the votes counts at the next turn: whoever heeded it alone would leave
+        the others waiting.
+        """
         votes = self.ranks.gather((int(stop.signal or 0), self._is_done()))
-        if stop.signal is None and (number := max(sent for sent, _ in votes)):
+        number = max(sent for sent, _ in votes)
+        if number and stop.signal is None:
             stop.signal = signal.Signals(number)
-        return stop.signal is None and not votes[0][1]
+        return not number and not votes[0][1]
 
     def _start(self) -> dict[str, Any]:
         """What all ranks must have in common before the first step."""
