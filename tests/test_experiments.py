@@ -8,22 +8,29 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import trainer.loader
 import trainer.sampler
 from cache_builder.build import build
 from cache_builder.config import BuildConfig
+from cache_builder.target import Target
+from shared.cache import Cache as ReadCache
 from shared.files import write_json
 from tests.experiments import page
 from tests.experiments.__main__ import PUBLISHED
-from tests.experiments.changes import CHANGES, live
+from tests.experiments.changes import CHANGES, Places, live
+from tests.experiments.derive import captured
 from tests.experiments.figures import Difference, difference, largest_gap
 from tests.experiments.one import ask_on, train_one
+from tests.experiments.projections import PILOT
 from tests.experiments.runner import Job, Results, Runner, jobs_of
-from tests.experiments.variants import CACHES, GROUPS, VARIANTS, Cache, Variant
+from tests.experiments.variant import Cache, Variant
+from tests.experiments.variants import CACHES, GROUPS, VARIANTS
 from trainer.anchors import draw_anchors
 from trainer.config import TrainConfig
 from trainer.recipe import NoiseConfig
+from trainer.run import Run
 
 
 def record(*chains: float, loss: float = 4.0, asked: str = "ab") -> dict[str, Any]:
@@ -97,7 +104,7 @@ def test_a_live_forward_trains_the_same_and_reads_no_stored_state(
     stored = train_one(tiny_train(tmp_path / "stored", exact, steps=3, noise=noise))
     config = tiny_train(tmp_path / "rounded", coarse, steps=3, noise=noise)
     rounded = train_one(config)
-    with live(tiny_target):
+    with live(Places(tiny_target, tiny_target)):
         alive = train_one(tiny_train(tmp_path / "alive", coarse, steps=3, noise=noise))
     assert stored is not None
     assert rounded is not None
@@ -145,7 +152,7 @@ def test_orders_hold_every_batch_and_differ_in_their_runs(tmp_path: Path) -> Non
 
     found = {"ours": longest_run(trainer.sampler.interleave(count, np.random.default_rng(0)))}
     for name in ("iid-order", "runs-order"):
-        with CHANGES[name](tmp_path):
+        with CHANGES[name](Places(tmp_path, tmp_path)):
             found[name] = longest_run(trainer.sampler.interleave(count, np.random.default_rng(0)))
     assert found["ours"] <= 3 < found["iid-order"] < 16 <= found["runs-order"]
 
@@ -155,8 +162,39 @@ def test_fixed_anchors_are_those_of_the_first_epoch(tmp_path: Path) -> None:
     named: dict[str, Any] = {"seed": 1, "sample_id": "ab", "limit": 8}
     first = draw_anchors(mask, epoch=0, **named)
     assert draw_anchors(mask, epoch=5, **named).tolist() != first.tolist()
-    with CHANGES["fixed-anchors"](tmp_path):
+    with CHANGES["fixed-anchors"](Places(tmp_path, tmp_path)):
         assert trainer.loader.draw_anchors(mask, epoch=5, **named).tolist() == first.tolist()
+
+
+def test_a_cache_of_states_captured_before_is_the_one_that_a_forward_gives(
+    tiny_build: Callable[..., BuildConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(tiny_build(tmp_path / "states", preset="lossless"))
+    build(tiny_build(tmp_path / "forward", preset="balanced"))
+    ran: list[int] = []
+    monkeypatch.setattr(Target, "capture", lambda *given: ran.append(1))
+    with captured(tmp_path / "states"):
+        build(tiny_build(tmp_path / "derived", preset="balanced"))
+    assert not ran
+    ours, theirs = ReadCache(tmp_path / "derived"), ReadCache(tmp_path / "forward")
+    assert ours.shard_ids == theirs.shard_ids
+    for shard_id in ours.shard_ids:  # the digests of all bytes
+        assert ours.record(shard_id).files == theirs.record(shard_id).files
+    with pytest.raises(ValueError, match="not hold the states"), captured(tmp_path / "forward"):
+        pass
+
+
+def test_a_raw_drafter_may_start_with_the_fc_of_a_pilot(
+    tiny_cache: Path, tiny_train: Callable[..., TrainConfig], tmp_path: Path
+) -> None:
+    train_one(tiny_train(tmp_path / PILOT, tiny_cache, steps=2))
+    wanted = Run(tmp_path / PILOT).require_checkpoint().drafter["fc.weight"]
+    config = tiny_train(tmp_path / "run", tiny_cache, steps=1)
+    config = replace(config, optimizer=replace(config.optimizer, lr=1e-9))
+    with CHANGES["pilot-fc"](Places(tmp_path, tmp_path)):
+        train_one(config)
+    found = Run(tmp_path / "run").require_checkpoint().drafter["fc.weight"]
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
 
 
 def test_runs_that_are_done_are_not_done_again(

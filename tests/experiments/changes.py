@@ -5,7 +5,7 @@ Each change is a context: inside it, `trainer.train.train` behaves otherwise.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,23 +16,35 @@ import torch
 from torch import Tensor
 
 import trainer.evaluate
+import trainer.learner
 import trainer.loader
 import trainer.sampler
 from cache_builder.config import TargetConfig
 from cache_builder.target import Target, describe_target
 from shared.codec import Packed
 from shared.shard import StoredSample
+from tests.experiments.projections import PILOT
 from trainer.anchors import draw_anchors
 from trainer.batch import Batch, Features
 from trainer.caches import Caches
+from trainer.drafter import Drafter, fit_start_
 from trainer.metrics import AcceptanceTotals
+from trainer.run import Run
 from trainer.train import Training
 
 RUN_LENGTH = 16
 
 
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where a change finds what it needs."""
+
+    target: Path
+    caches: Path
+
+
 @contextmanager
-def fixed_anchors(target: Path) -> Iterator[None]:
+def fixed_anchors(places: Places) -> Iterator[None]:
     """Every epoch drafts from the anchors of the first."""
 
     def draw(mask: npt.NDArray[np.bool_], *, epoch: int, **named: Any) -> npt.NDArray[np.int64]:
@@ -43,7 +55,7 @@ def fixed_anchors(target: Path) -> Iterator[None]:
 
 
 @contextmanager
-def iid_order(target: Path) -> Iterator[None]:
+def iid_order(places: Places) -> Iterator[None]:
     """The micro-batches of all buckets in an independent shuffle."""
 
     def shuffled(count: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -54,7 +66,7 @@ def iid_order(target: Path) -> Iterator[None]:
 
 
 @contextmanager
-def runs_order(target: Path) -> Iterator[None]:
+def runs_order(places: Places) -> Iterator[None]:
     """Up to `RUN_LENGTH` micro-batches of one bucket in a row, the runs shuffled."""
 
     def in_runs(count: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -70,8 +82,8 @@ def runs_order(target: Path) -> Iterator[None]:
 
 
 @contextmanager
-def live(target: Path) -> Iterator[None]:
-    """States come from a forward of the model in `target`, a sample at a time, when they are used.
+def live(places: Places) -> Iterator[None]:
+    """States come from a forward of the target, a sample at a time, when they are used.
 
     What is read from the cache is blanked, so that no stored state can be trained on.
     """
@@ -90,7 +102,7 @@ def live(target: Path) -> Iterator[None]:
 
     def capture(cache: Caches, token_ids: npt.NDArray[np.int32]) -> Tensor:
         if not models:
-            models.append(_same_target(target, cache))
+            models.append(_same_target(places.target, cache))
         return models[0].capture([token_ids])[0].clone()  # out of inference mode
 
     def unpack(self: Caches, sample: StoredSample) -> Tensor:
@@ -123,11 +135,26 @@ def _same_target(path: Path, cache: Caches) -> Target:
     return Target.load(path, config, spec.target_layer_ids, spec.last_hidden, "cpu")
 
 
-CHANGES: dict[str, Callable[[Path], Any]] = {
+@contextmanager
+def pilot_fc(places: Places) -> Iterator[None]:
+    """The fusion layer starts as the pilot's, as it does behind the pilot's projection."""
+    fc_DF = Run(places.caches / PILOT).require_checkpoint().drafter["fc.weight"]
+
+    def fit(drafter: Drafter, *given: Any) -> None:
+        fit_start_(drafter, *given)
+        with torch.no_grad():
+            drafter.fc.weight.copy_(fc_DF)
+
+    with patch.object(trainer.learner, "fit_start_", fit):
+        yield
+
+
+CHANGES: dict[str, Callable[[Places], Any]] = {
     "fixed-anchors": fixed_anchors,
     "iid-order": iid_order,
     "runs-order": runs_order,
     "live": live,
+    "pilot-fc": pilot_fc,
 }
 
 

@@ -1,6 +1,7 @@
 """`python -m tests.experiments.one`: one run by the product's own `train`, and its result."""
 
 import json
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,9 @@ import numpy as np
 
 from shared import cli, config
 from shared.files import write_json
-from tests.experiments.changes import CHANGES, by_sample, evaluated_at_the_end
+from shared.location import Location
+from tests.experiments.changes import CHANGES, Places, by_sample, evaluated_at_the_end
+from trainer.caches import Caches
 from trainer.config import TrainConfig
 from trainer.evaluate import evaluate, evaluate_run
 from trainer.run import Run
@@ -50,11 +53,13 @@ def main(
 ) -> None:
     """Train, or go on; write what was found to RESULT."""
     settings = config.load(TrainConfig, path, overrides)
-    changed = CHANGES[change](target) if change else nullcontext()
+    places = Places(target=target, caches=settings.cache.paths[0].parent)
+    changed = CHANGES[change](places) if change else nullcontext()
     with changed:
         facts = train_one(settings)
     if facts is None:
         raise click.exceptions.Exit(130)
+    facts["cache"] = bytes_of(settings.cache.paths)
     if also is not None:
         facts["also"] = ask_on(settings, also)
     write_json(result, facts)
@@ -83,6 +88,13 @@ def train_one(settings: TrainConfig) -> dict[str, Any] | None:
         "losses": losses,
         "grad_norms": [line["train/grad_norm"] for line in lines],
     }
+
+
+def bytes_of(paths: Sequence[Location]) -> dict[str, float]:
+    """What the states take of which the drafter was trained."""
+    cache = Caches(paths)
+    stored = cache.stored_bytes / int(cache.index.num_tokens.sum())
+    return {"bytes_per_token": stored, "stored_over_raw": stored / cache.spec.raw_bytes_per_token}
 
 
 def ask_on(settings: TrainConfig, cache: Path) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from tests.conftest import REPOSITORY
 from tests.experiments.figures import METRICS, Difference, Record, difference, largest_gap, value
 from tests.experiments.plot import dot_plot
 from tests.experiments.runner import Results, lines_of
-from tests.experiments.variants import BASELINE, FLOOR, GROUPS, VARIANTS, Group
+from tests.experiments.variant import Group
+from tests.experiments.variants import BASELINE, FLOOR, GROUPS, VARIANTS
 
 PAGE = REPOSITORY / "trainer" / "PROOF.md"
 PLOTS = "proof"
@@ -46,13 +47,15 @@ def text_of(group: Group, results: Results) -> str:
     rows = []
     for title, by_seed in runs.items():
         cells = [f"{_mean([value(r, m) for r in by_seed.values()]):.4f}" for m in metrics]
-        rows.append([title, str(len(by_seed)), *cells, *_wobble(group, by_seed)])
+        rows.append([title, str(len(by_seed)), *cells, *_more(group, by_seed)])
         if by_seed is not baseline:
             found = [difference(by_seed, baseline, metric) for metric in metrics]
             rows.append(["less the baseline", "", *map(_difference, found)])
     heads = ["", "seeds", *(_head(metric) for metric in metrics)]
     if group.name == "order":
         heads.append("wobble of the training loss")
+    if group.has_bytes:
+        heads.append("bytes of a token, share of bf16")
     each = [
         [title, str(seed), *(f"{value(record, m):.4f}" for m in metrics)]
         for title, by_seed in runs.items()
@@ -136,10 +139,14 @@ def _live_table(runs: dict[str, dict[int, Record]]) -> str:
     )
 
 
-def _wobble(group: Group, by_seed: dict[int, Record]) -> list[str]:
-    if group.name != "order":
-        return []
-    return [f"{_mean([record['train']['wobble'] for record in by_seed.values()]):.3f}"]
+def _more(group: Group, by_seed: dict[int, Record]) -> list[str]:
+    """What a row says besides the metrics."""
+    if group.name == "order":
+        return [f"{_mean([record['train']['wobble'] for record in by_seed.values()]):.3f}"]
+    if group.has_bytes:
+        stored = next(iter(by_seed.values()))["cache"]
+        return [f"{stored['bytes_per_token']:,.0f}, {stored['stored_over_raw']:.3f}"]
+    return []
 
 
 def _mean(values: list[float]) -> float:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,15 +15,8 @@ from typing import Any
 
 from shared.files import read_json, remove_tree, write_bytes
 from tests.conftest import REPOSITORY
-from tests.experiments.variants import (
-    CACHES,
-    GROUPS,
-    RECIPE,
-    TRAIN_CONFIG,
-    VARIANTS,
-    Cache,
-    Variant,
-)
+from tests.experiments.variant import Cache, Variant
+from tests.experiments.variants import CACHES, GROUPS, RECIPE, TRAIN_CONFIG, VARIANTS
 from trainer.checkpoint import CHECKPOINTS
 
 TARGET = REPOSITORY / ".demo" / "target"
@@ -124,17 +118,36 @@ class Runner:
         self._say = say
 
     def build(self, jobs: Sequence[Job]) -> None:
-        """Make the caches that `jobs` read, or what is missing of them."""
+        """Make the caches that `jobs` read, or what is missing of them.
+
+        Raises:
+            RuntimeError: one of them cannot be made; those that were begun are finished.
+        """
         self._caches.mkdir(parents=True, exist_ok=True)
-        for cache in needed(name for job in jobs for name in job.variant.caches):
-            for words in cache.commands:
-                filled = [word.replace("{caches}", str(self._caches)) for word in words]
-                self._say(f"cache {cache.name}: {' '.join(filled)}")
-                log = self._log(f"cache-{cache.name}")
-                with self._process(filled, log) as process:
-                    code = process.wait()
-                if code:
-                    raise RuntimeError(f"cache {cache.name}: exit code {code}, see {log}")
+        waiting = needed(name for job in jobs for name in job.variant.caches)
+        made: set[str] = set()
+        active: dict[Future[None], str] = {}
+        pool = ThreadPoolExecutor(self._at_once)
+        try:
+            while waiting or active:
+                for cache in [c for c in waiting if made.issuperset(c.needs)]:
+                    waiting.remove(cache)
+                    active[pool.submit(self._make, cache)] = cache.name
+                for future in wait(active, return_when=FIRST_COMPLETED).done:
+                    made.add(active.pop(future))
+                    future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _make(self, cache: Cache) -> None:
+        for words in cache.commands:
+            filled = [word.replace("{caches}", str(self._caches)) for word in words]
+            self._say(f"cache {cache.name}: {' '.join(filled)}")
+            log = self._log(f"cache-{cache.name}")
+            with self._process(filled, log) as process:
+                code = process.wait()
+            if code:
+                raise RuntimeError(f"cache {cache.name}: exit code {code}, see {log}")
 
     def run(self, jobs: Sequence[Job]) -> list[Job]:
         """Run what has no result yet; returns the jobs that failed."""
