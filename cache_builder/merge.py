@@ -19,11 +19,12 @@ from cache_builder.selection import (
 )
 from cache_builder.space import bytes_here, require_fit
 from cache_builder.workspace import workspace
-from shared.cache import Cache, calibration_key
+from shared.cache import Cache
 from shared.config import differences
 from shared.errors import CacheError, CacheIncompatibleError
 from shared.files import sha256_bytes
 from shared.index import require_countable
+from shared.layout import calibration_key
 from shared.location import Location
 from shared.manifest import Manifest
 from shared.quantity import count, size

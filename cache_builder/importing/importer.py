@@ -39,19 +39,14 @@ from cache_builder.target import (
 from cache_builder.target_config import load_config
 from cache_builder.worker import Job, Prepared
 from cache_builder.workspace import workspace
-from shared.cache import (
-    HEAD,
-    Cache,
-    calibration_key,
-    calibration_to_bytes,
-    read_calibration,
-    read_description,
-)
+from shared.cache import Cache
 from shared.config import build as build_config
 from shared.errors import CacheIncompatibleError, DataError
 from shared.files import canonical_json, sha256_bytes, writing
+from shared.layout import HEAD, calibration_key
 from shared.location import Location
 from shared.manifest import Manifest
+from shared.metadata import calibration_to_bytes, read_calibration, read_description
 from shared.quantity import count
 from shared.spec import CaptureSpec
 from shared.storage import open_storage

@@ -20,10 +20,11 @@ from cache_builder.importing.source import (
     StateSource,
     StoredShape,
 )
-from cache_builder.plan import Plan, PlanWriter, next_plan_id
+from cache_builder.plan import Plan, next_plan_id
+from cache_builder.plan_writer import PlanWriter
 from cache_builder.workspace import workspace
-from shared.cache import PLANS
 from shared.errors import DataError
+from shared.layout import PLANS
 from shared.location import Location
 from shared.spec import CaptureSpec
 
