@@ -5,8 +5,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from tqdm import tqdm
-
 from cache_builder.commit import committed_shards, read_record
 from cache_builder.config import BuildConfig, TargetConfig
 from cache_builder.conversation import Drop
@@ -22,7 +20,7 @@ from cache_builder.stored_plans import own_plans, share_plan
 from cache_builder.template import ChatTemplate
 from cache_builder.workspace import workspace
 from shared import config as configs
-from shared import log
+from shared.bar import tracked
 from shared.files import canonical_json, sha256_bytes
 from shared.layout import DESCRIPTION, PLANS
 from shared.location import Location
@@ -141,7 +139,7 @@ def make_plan(
             on_drop=writer.note_drop,
         )
         num_known = 0
-        for sample in tqdm(corpus, desc="tokenize", unit="sample", disable=not log.shows_bars()):
+        for sample in tracked(corpus, "tokenize", "sample"):
             if bytes.fromhex(sample.sample_id) in known:
                 num_known += 1
             else:

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
+from shared.bar import Bar
 from shared.files import sha256_bytes
 from shared.location import Location
 from trainer.acceptance import chain_accepted, rank_of_gold, segments, tree_accepted
@@ -157,5 +157,6 @@ def evaluate_run(run: Run, *, cache: Location | None, max_samples: int | None) -
     session = Session.open(config, generations=generations)
     session.require_same_cache(snapshot.cache, str(run.path), same_samples=cache is None)
     restore(snapshot, session.drafter)
-    with tqdm(desc="evaluate", unit="sample", leave=False, disable=None) as bar:
-        return {"step": snapshot.step, **evaluate(session, lambda done: bar.update(done - bar.n))}
+    chosen = min(len(session.split.heldout), config.evaluate.max_samples)
+    with Bar("evaluate", "sample", chosen) as bar:
+        return {"step": snapshot.step, **evaluate(session, bar.reach)}

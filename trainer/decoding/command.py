@@ -5,9 +5,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from shared import log
+from shared.bar import Bar
 from shared.errors import ConfigError
 from trainer.decoding.evaluation import DecodingConfig, Evaluation
 from trainer.decoding.prompt_sets import SETS
@@ -56,10 +54,8 @@ def evaluate_with_target(
         max_tokens=target.max_positions - room,
     )
     num_texts = len(prompts) * len(config.methods)
-    with tqdm(
-        desc="decode", total=num_texts, unit="text", leave=False, disable=not log.shows_bars()
-    ) as bar:
-        evaluation.run(prompts, lambda: bar.update())
+    with Bar("decode", "text", num_texts) as bar:
+        evaluation.run(prompts, bar.add)
     return {
         "drafter": source.where,
         "step": source.step,
