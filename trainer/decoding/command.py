@@ -26,6 +26,7 @@ def evaluate_with_target(
     config: DecodingConfig,
     dtype: str,
     device: str,
+    checkpoint: str,
 ) -> dict[str, Any]:
     """Decode prompts with the target, alone and with a drafter.
 
@@ -34,13 +35,14 @@ def evaluate_with_target(
         files: JSONL files with prompts.
         sets: names of prompt sets.
         limit: prompts at most.
+        checkpoint: of a run, as `Run.require_checkpoint` takes it.
 
     Raises:
         RunError, TargetError, DataError, ConfigError: what is given cannot be used.
     """
     if config.temperature and config.tree_budgets:
         raise ConfigError("--tree-budget: trees are decoded greedily. Leave out --temperature.")
-    source = DrafterSource.read(drafter)
+    source = DrafterSource.read(drafter, checkpoint)
     picked = pick_device(device, setting="--device")
     target = Target.load(target_path, source.target_layer_ids, dtype=dtype, device=picked)
     source.require_target(target)
