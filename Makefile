@@ -53,7 +53,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
-	@echo "  Variables: CONFIG=$(CONFIG) CACHE=$(CACHE) RUN=$(RUN) DATA=... WORKERS=... SET='section.key=value ...'"
+	@echo "  Variables: CONFIG=$(CONFIG) CACHE=$(CACHE) RUN=$(RUN) DATA=... WORKERS=... SET='section.key=value ...' FRESH=1 PYTHON=$(PYTHON)"
 
 install: $(VENV)/installed ## Set up .venv with the tested versions
 

@@ -20,11 +20,13 @@ from cache_builder.target import resolve_target, stamp_files
 from cache_builder.tokens import load_template
 from cache_builder.worker import Task
 from cache_builder.workspace import workspace
-from shared.cache import PLANS, Cache, read_manifest
+from shared.cache import Cache
 from shared.errors import CacheError, CacheNotFoundError
 from shared.files import writing
+from shared.layout import PLANS
 from shared.location import Location
 from shared.manifest import Manifest
+from shared.metadata import read_manifest
 from shared.spec import CaptureSpec
 from shared.storage import open_storage
 

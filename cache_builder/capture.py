@@ -19,10 +19,10 @@ from cache_builder.space import require_floor
 from cache_builder.storing import BatchWriter, CapturedBatch, TooLargeError
 from cache_builder.target import Target
 from cache_builder.workspace import workspace
-from shared.cache import WIP
 from shared.codec import Calibration
 from shared.errors import CaptureError
 from shared.files import remove_tree
+from shared.layout import WIP
 from shared.location import Location
 from shared.manifest import ShardRecord
 from shared.projection import Projection

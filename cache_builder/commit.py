@@ -13,7 +13,10 @@ from cache_builder.retirement import (
     retired_shards,
 )
 from cache_builder.workspace import workspace
-from shared.cache import (
+from shared.errors import CacheError, CacheLockedError, CacheNotFoundError, CaptureError
+from shared.files import json_bytes, parse_json, remove_tree, sha256_bytes
+from shared.index import SampleIndex, require_countable
+from shared.layout import (
     CALIBRATIONS,
     GENERATIONS,
     MANIFEST,
@@ -21,16 +24,11 @@ from shared.cache import (
     RECORDS,
     WIP,
     generation_key,
-    read_index,
-    read_manifest,
     record_key,
-    require_layers,
 )
-from shared.errors import CacheError, CacheLockedError, CacheNotFoundError, CaptureError
-from shared.files import json_bytes, parse_json, remove_tree, sha256_bytes
-from shared.index import SampleIndex, require_countable
 from shared.location import Location
 from shared.manifest import Manifest, ShardRecord, StoredFile, Totals
+from shared.metadata import read_index, read_manifest, require_layers
 from shared.shard import GROUP
 from shared.shard_reader import ShardReader
 from shared.spec import CaptureSpec

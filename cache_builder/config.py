@@ -187,7 +187,7 @@ class CaptureConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanConfig:
     shard_mib: float = 2048
-    """Raw bfloat16 states in one shard, MiB. Stored it is a third to two thirds of that."""
+    """Raw bfloat16 states in one shard, MiB. Stored it is a fifth to two thirds of that."""
 
     def __post_init__(self) -> None:
         if not 0 < self.shard_mib <= 2**24:

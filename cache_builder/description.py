@@ -13,7 +13,11 @@ from cache_builder.template import ChatTemplate
 from cache_builder.tokens import TOKENIZER_FILES, describe_tokens
 from cache_builder.worker import Job, Prepared
 from cache_builder.workspace import workspace
-from shared.cache import (
+from shared.chunk import check_chunk_bytes
+from shared.codec import PRESETS
+from shared.errors import CacheError, DataError
+from shared.files import sha256_bytes, writing
+from shared.layout import (
     CALIBRATIONS,
     DESCRIPTION,
     FORMAT,
@@ -24,13 +28,9 @@ from shared.cache import (
     RECORDS,
     TARGET,
     WIP,
-    read_description,
 )
-from shared.chunk import check_chunk_bytes
-from shared.codec import PRESETS
-from shared.errors import CacheError, DataError
-from shared.files import sha256_bytes, writing
 from shared.location import Location, S3Url
+from shared.metadata import read_description
 from shared.shard import GROUP
 from shared.spec import CaptureSpec
 from shared.storage import open_storage, put_json

@@ -10,7 +10,8 @@ from cache_builder.config import BuildConfig, Forward, WorkersConfig
 from cache_builder.corpus import TokenizedSample
 from cache_builder.description import create_directories, describe_capture
 from cache_builder.devices import Devices, describe_devices, pick_devices
-from cache_builder.plan import Plan, PlanWriter
+from cache_builder.plan import Plan
+from cache_builder.plan_writer import PlanWriter
 from cache_builder.planning import committed_samples, make_plan
 from cache_builder.projecting import put_projection
 from cache_builder.space import bytes_here, free_bytes

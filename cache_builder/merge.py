@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tqdm import tqdm
-
 from cache_builder.commit import discard_uncommitted, publish
 from cache_builder.description import create_directories
 from cache_builder.lock import builder_lock
@@ -19,11 +17,13 @@ from cache_builder.selection import (
 )
 from cache_builder.space import bytes_here, require_fit
 from cache_builder.workspace import workspace
-from shared.cache import Cache, calibration_key
+from shared.bar import tracked
+from shared.cache import Cache
 from shared.config import differences
 from shared.errors import CacheError, CacheIncompatibleError
 from shared.files import sha256_bytes
 from shared.index import require_countable
+from shared.layout import calibration_key
 from shared.location import Location
 from shared.manifest import Manifest
 from shared.quantity import count, size
@@ -139,7 +139,7 @@ def _add(cache: Cache, selections: Sequence[Selection]) -> list[int]:
     jobs = list(zip(selections, plan.shard_ids, strict=True))
     return [
         write_selection(cache.path, selection, cache.spec, plan, shard_id).stored_bytes
-        for selection, shard_id in tqdm(jobs, desc="merge", unit="shard", disable=None)
+        for selection, shard_id in tracked(jobs, "merge", "shard", len(jobs))
     ]
 
 

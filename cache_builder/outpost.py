@@ -13,9 +13,9 @@ from cache_builder.stored_plans import fetch_plan
 from cache_builder.target import describe_target, stamp_files
 from cache_builder.worker import Job
 from cache_builder.workspace import workspace
-from shared.cache import PLANS, WIP
 from shared.errors import CacheError, TargetError
 from shared.files import writing
+from shared.layout import PLANS, WIP
 from shared.location import Location, S3Url
 from shared.storage import open_storage
 

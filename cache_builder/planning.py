@@ -5,14 +5,13 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from tqdm import tqdm
-
 from cache_builder.commit import committed_shards, read_record
 from cache_builder.config import BuildConfig, TargetConfig
 from cache_builder.conversation import Drop
 from cache_builder.corpus import CorpusReader, read_corpus
 from cache_builder.id_set import IdSet
-from cache_builder.plan import DROPPED, Plan, PlanWriter, next_plan_id
+from cache_builder.plan import DROPPED, Plan, next_plan_id
+from cache_builder.plan_writer import PlanWriter
 from cache_builder.quarantine import quarantined_samples
 from cache_builder.report import MAX_EXAMPLES, UNKNOWN_MODEL, CorpusReport
 from cache_builder.rows import digest_file
@@ -21,10 +20,11 @@ from cache_builder.stored_plans import own_plans, share_plan
 from cache_builder.template import ChatTemplate
 from cache_builder.workspace import workspace
 from shared import config as configs
-from shared import log
-from shared.cache import DESCRIPTION, PLANS, read_description
+from shared.bar import tracked
 from shared.files import canonical_json, sha256_bytes
+from shared.layout import DESCRIPTION, PLANS
 from shared.location import Location
+from shared.metadata import read_description
 from shared.quantity import count
 from shared.shard_reader import ShardReader
 from shared.spec import CaptureSpec
@@ -139,7 +139,7 @@ def make_plan(
             on_drop=writer.note_drop,
         )
         num_known = 0
-        for sample in tqdm(corpus, desc="tokenize", unit="sample", disable=not log.shows_bars()):
+        for sample in tracked(corpus, "tokenize", "sample"):
             if bytes.fromhex(sample.sample_id) in known:
                 num_known += 1
             else:

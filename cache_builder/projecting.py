@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from cache_builder.config import BuildConfig
-from shared.cache import PROJECTION
 from shared.errors import DataError
 from shared.files import sha256_bytes
+from shared.layout import PROJECTION
 from shared.location import Location
 from shared.projection import Projection
 from shared.spec import CaptureSpec, ProjectionSpec, TargetSpec

@@ -3,8 +3,6 @@
 import logging
 from dataclasses import dataclass, replace
 
-from tqdm import tqdm
-
 from cache_builder.commit import committed_shards, discard_uncommitted, publish, read_record
 from cache_builder.config import BuildConfig
 from cache_builder.description import create_directories, describe_capture
@@ -24,6 +22,7 @@ from cache_builder.target import resolve_target
 from cache_builder.template import ChatTemplate
 from cache_builder.tokens import load_template
 from cache_builder.workspace import workspace
+from shared.bar import tracked
 from shared.cache import Cache
 from shared.errors import DataError
 from shared.location import Location
@@ -94,10 +93,7 @@ def _wanted_samples(
     config: BuildConfig, spec: CaptureSpec, template: ChatTemplate, *, ignore_bad_rows: bool
 ) -> set[bytes]:
     corpus = open_corpus(config, spec.target.vocab_size, template)
-    wanted = {
-        bytes.fromhex(sample.sample_id)
-        for sample in tqdm(corpus, desc="tokenize", unit="sample", disable=None)
-    }
+    wanted = {bytes.fromhex(sample.sample_id) for sample in tracked(corpus, "tokenize", "sample")}
     for line in [corpus.report.describe(), *corpus.report.describe_drops()]:
         logger.info("%s", line)
     bad = [
@@ -159,7 +155,7 @@ def _replace(config: BuildConfig, spec: CaptureSpec, changed: list[Selection]) -
     jobs = list(zip(partial, plan.shard_ids, strict=True))
     retire(path, {selection.record.shard_id: new for selection, new in jobs})
     stored = 0
-    for selection, new in tqdm(jobs, desc="rewrite", unit="shard", disable=None):
+    for selection, new in tracked(jobs, "rewrite", "shard", len(jobs)):
         require_floor(workspace(path), config.cache.min_free_bytes)
         stored += write_selection(path, selection, spec, plan, new).stored_bytes
     # Last: whatever stops this earlier, no shard is lost.

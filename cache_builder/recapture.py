@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from cache_builder.config import TargetConfig
 from cache_builder.distance import NOISE, block_distances, is_of_block, nearest_block
@@ -23,6 +22,7 @@ from cache_builder.target import (
 )
 from cache_builder.verify import Problem
 from shared import config as configs
+from shared.bar import tracked
 from shared.cache import Cache
 from shared.errors import CacheError, CacheIncompatibleError, ConfigError
 from shared.location import Location
@@ -82,7 +82,7 @@ def recapture(path: Location, target_path: Path, num_samples: int, *, seed: int 
     count = min(num_samples, len(cache.index))
     chosen = np.random.default_rng(seed).choice(len(cache.index), count, replace=False)
     candidates = _Candidates(cache, nearby)
-    for position in tqdm(np.sort(chosen).tolist(), desc="recapture", disable=None):
+    for position in tracked(np.sort(chosen).tolist(), "recapture", "sample", count):
         _compare(cache, target, candidates, position, report)
     return report
 

@@ -23,18 +23,12 @@ from cache_builder.target import resolve_target, stamp_files
 from cache_builder.tokens import load_template
 from cache_builder.verify import Problem, verify_cache, verify_unpublished
 from cache_builder.worker import Prepared, Task
-from shared.cache import (
-    GENERATIONS,
-    MANIFEST,
-    generation_key,
-    read_description,
-    read_manifest,
-    record_key,
-)
 from shared.errors import CacheError, CacheNotFoundError
 from shared.files import sha256_file
+from shared.layout import GENERATIONS, MANIFEST, generation_key, record_key
 from shared.location import Location
 from shared.manifest import Manifest
+from shared.metadata import read_description, read_manifest
 from shared.spec import CaptureSpec
 from shared.storage import open_storage, put_json
 

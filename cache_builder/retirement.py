@@ -9,11 +9,12 @@ the old one are one step. Retired shards stay on disk until a generation without
 import logging
 from collections.abc import Mapping
 
-from shared.cache import RECORDS, generation_key, read_manifest, record_key
 from shared.errors import CacheError
 from shared.files import canonical_json, parse_json, sha256_bytes
+from shared.layout import RECORDS, generation_key, record_key
 from shared.location import Location
 from shared.manifest import Manifest, check_shard_id, is_shard_id
+from shared.metadata import read_manifest
 from shared.shard import GROUP
 from shared.storage import Storage, open_storage, put_json
 

@@ -14,11 +14,12 @@ from cache_builder.plan import Plan
 from cache_builder.quality import LayerSums
 from cache_builder.selection import Selection
 from cache_builder.workspace import workspace
-from shared.cache import WIP, read_calibration
 from shared.errors import ShardCorruptError
 from shared.files import remove_tree, sha256_bytes, write_json, writing
+from shared.layout import WIP
 from shared.location import Location
 from shared.manifest import ShardRecord, StoredFile
+from shared.metadata import read_calibration
 from shared.shard import GROUP, CapturedSample
 from shared.shard_reader import ShardReader
 from shared.shard_writer import ShardWriter

@@ -11,14 +11,16 @@ import numpy.typing as npt
 from cache_builder.commit import committed_shards
 from cache_builder.config import CaptureConfig, Forward, WorkersConfig
 from cache_builder.corpus import TokenizedSample
-from cache_builder.plan import Plan, PlanWriter, next_plan_id
+from cache_builder.plan import Plan, next_plan_id
+from cache_builder.plan_writer import PlanWriter
 from cache_builder.retirement import retired_shards
 from cache_builder.stored_plans import readable_plans, share_plan
 from cache_builder.workspace import workspace
-from shared.cache import PLANS, read_manifest
 from shared.errors import CacheError, ShardCorruptError
+from shared.layout import PLANS
 from shared.location import Location
 from shared.manifest import ShardRecord
+from shared.metadata import read_manifest
 from shared.shard_reader import ShardReader
 from shared.spec import CaptureSpec
 from shared.storage import Storage, open_storage

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from cache_builder.plan import DESCRIPTION, Plan, find_plans, is_plan_id
 from cache_builder.workspace import workspace
-from shared.cache import PLANS
 from shared.files import commit_directory, remove_tree, writing
+from shared.layout import PLANS
 from shared.location import Location, S3Url
 from shared.object_storage import ObjectStorage
 from shared.storage import Storage, open_storage

@@ -10,17 +10,12 @@ from cache_builder.commit import read_record
 from cache_builder.plan import Plan, find_plans
 from cache_builder.retirement import RETIRED, foreign_records, retired_shards
 from cache_builder.stored_plans import readable_plans
-from shared.cache import (
-    MANIFEST,
-    RECORDS,
-    Cache,
-    generation_key,
-    read_description,
-    read_manifest,
-)
+from shared.cache import Cache
 from shared.errors import CacheError
+from shared.layout import MANIFEST, RECORDS, generation_key
 from shared.location import Location
 from shared.manifest import ShardRecord
+from shared.metadata import read_description, read_manifest
 from shared.shard import GROUP
 from shared.spec import CaptureSpec
 from shared.storage import open_storage

@@ -16,16 +16,11 @@ from cache_builder.crew import Message, Request
 from cache_builder.devices import Devices
 from cache_builder.plan import Plan
 from cache_builder.target import FileStamps, Target, require_unchanged
-from shared.cache import (
-    HEAD,
-    calibration_key,
-    calibration_to_bytes,
-    read_calibration,
-    read_projection,
-)
 from shared.files import sha256_bytes
+from shared.layout import HEAD, calibration_key
 from shared.location import Location
 from shared.manifest import ShardRecord
+from shared.metadata import calibration_to_bytes, read_calibration, read_projection
 from shared.spec import CaptureSpec
 from shared.storage import open_storage
 

@@ -82,7 +82,7 @@ def read_json(path: Path, *, digest: str | None = None) -> Any:
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        raise CacheError(f"{path}: missing. Run `cache-builder verify` on the cache.") from None
+        raise CacheError(f"{path}: missing.") from None
     except OSError as error:
         reason = os.strerror(error.errno or 0)
         raise CacheError(f"{path}: cannot be read ({reason}). Look at what lies there.") from error

@@ -18,7 +18,7 @@ from cache_builder.commit import committed_shards
 from cache_builder.config import BuildConfig
 from cache_builder.progress import Progress
 from shared import cli, config
-from shared.cache import DESCRIPTION, MANIFEST, generation_key
+from shared.layout import DESCRIPTION, MANIFEST, generation_key
 from tests.conftest import REPOSITORY, conversations, write_jsonl
 from tests.test_trainer.runs import evaluation, make_run
 from tests.test_trainer.runs import make_config as made_config

@@ -19,9 +19,10 @@ from cache_builder.build import build
 from cache_builder.commit import publish
 from cache_builder.config import BuildConfig
 from cache_builder.verify import verify_cache
-from shared.cache import DESCRIPTION, MANIFEST, Cache
+from shared.cache import Cache
 from shared.errors import CacheLockedError, ConfigError, DraftCacheError, NonFiniteError, RunError
 from shared.files import canonical_json, read_json, sha256_bytes, write_json
+from shared.layout import DESCRIPTION, MANIFEST
 from shared.manifest import Manifest
 from tests.conftest import REPOSITORY, conversations, write_jsonl
 from tests.test_cache_builder.stored import assert_clean, contents

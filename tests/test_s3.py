@@ -35,7 +35,7 @@ from cache_builder.verify import verify_cache
 from cache_builder.workspace import workspace
 from shared import config as configs
 from shared import object_storage
-from shared.cache import MANIFEST, PLANS, WIP, Cache, generation_key, record_key
+from shared.cache import Cache
 from shared.errors import (
     CacheError,
     CacheLockedError,
@@ -44,6 +44,7 @@ from shared.errors import (
     ShardCorruptError,
     StorageError,
 )
+from shared.layout import MANIFEST, PLANS, WIP, generation_key, record_key
 from shared.location import Location, S3Url, parse_location
 from shared.shard import GROUP, STATES, STATES_OBJECT
 from shared.storage import Storage, open_storage

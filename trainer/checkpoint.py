@@ -101,6 +101,23 @@ def newest_valid(run_dir: Path) -> Path | None:
     return None
 
 
+def best_valid(run_dir: Path) -> Path:
+    """The checkpoint of the highest score, as rotation keeps it: of equal ones the newest.
+
+    Raises:
+        RunError: there is none with a score, or it is damaged.
+    """
+    found = _scored(_checkpoints(run_dir / CHECKPOINTS))
+    if not found:
+        raise RunError(
+            f"{run_dir}: no checkpoint has a score, since none was evaluated when it was saved. "
+            "Set evaluate.every_steps, or take the newest."
+        )
+    path = found[-1]
+    describe(path)
+    return path
+
+
 def all_paths(run_dir: Path) -> list[Path]:
     """The checkpoints of a run, whole or damaged, by step."""
     return _checkpoints(run_dir / CHECKPOINTS)
@@ -173,6 +190,15 @@ def _publish(partial: Path, final: Path, payload: dict[str, Any]) -> None:
 def _rotate(newest: Path, keep: int) -> None:
     """Delete the checkpoints before `newest`, except the `keep` newest and the best of all."""
     paths = [path for path in _checkpoints(newest.parent) if step_of(path) <= step_of(newest)]
+    kept = {*paths[-keep:], *_scored(paths)[-1:]}
+    for path in paths:
+        if path not in kept:
+            # Renamed first: a kill halfway must not leave something that looks damaged.
+            remove_tree(path.rename(path.with_name(f"{path.name}.rotated.partial")))
+
+
+def _scored(paths: list[Path]) -> list[Path]:
+    """Those that have a score, the best last. What cannot be read has none."""
     scored = []
     for path in paths:
         try:
@@ -181,11 +207,7 @@ def _rotate(newest: Path, keep: int) -> None:
             continue
         if score is not None:
             scored.append((score, step_of(path), path))
-    kept = {*paths[-keep:], *(path for _, _, path in sorted(scored)[-1:])}
-    for path in paths:
-        if path not in kept:
-            # Renamed first: a kill halfway must not leave something that looks damaged.
-            remove_tree(path.rename(path.with_name(f"{path.name}.rotated.partial")))
+    return [path for _, _, path in sorted(scored)]
 
 
 def _checkpoints(directory: Path) -> list[Path]:

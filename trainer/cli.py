@@ -8,7 +8,7 @@ import click
 
 from shared import cli, config, log
 from shared.errors import RunError
-from trainer.commands.evaluate import evaluate
+from trainer.commands.evaluate import checkpoint_option, evaluate
 from trainer.config import TrainConfig
 from trainer.run import Run
 
@@ -120,6 +120,7 @@ main.add_command(evaluate)
     help="dflash: z-lab's layout, for dflash, SGLang and vLLM. speculators: for it and vLLM.",
 )
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Default: RUN/export/FORMAT.")
+@checkpoint_option
 @click.option("--target", help="Hub id of the target, for consumers; default: what the cache says.")
 @click.option(
     "--draft-vocab",
@@ -128,18 +129,26 @@ main.add_command(evaluate)
     help="Draft only the N tokens most frequent in the training data (speculators).",
 )
 def export(
-    run: Path, form: str, out: Path | None, target: str | None, draft_vocab: int | None
+    run: Path,
+    form: str,
+    out: Path | None,
+    checkpoint: str,
+    target: str | None,
+    draft_vocab: int | None,
 ) -> None:
-    """Write the newest checkpoint as a drafter directory that others load, and check it."""
+    """Write a checkpoint as a drafter directory that others load, and check it."""
     from trainer.export import export_dflash, export_speculators
 
     out = out or run / "export" / form
     if form == "speculators":
-        click.echo(export_speculators(Run(run), out, target=target, draft_vocab_size=draft_vocab))
+        path = export_speculators(
+            Run(run), out, target=target, checkpoint=checkpoint, draft_vocab_size=draft_vocab
+        )
+        click.echo(path)
         return
     if draft_vocab is not None:
         raise click.UsageError("--draft-vocab: only --format speculators has a reduced vocabulary.")
-    click.echo(export_dflash(Run(run), out, target=target))
+    click.echo(export_dflash(Run(run), out, target=target, checkpoint=checkpoint))
 
 
 @main.command("projection")

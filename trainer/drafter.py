@@ -24,6 +24,9 @@ from trainer.norm import RMSNorm
 from trainer.recipe import DrafterConfig
 from trainer.rotary import Angles, rotary_angles, rotate
 
+_NORM_ROWS = 8192
+"""Rows of the LM head that are in float32 at a time."""
+
 
 class Attention(nn.Module):
     """Queries from the block; keys and values from the context and the block."""
@@ -188,7 +191,7 @@ def fit_start_(
     Behind a projection `fc` starts as what the projection says: the pilot's `fc`, or, without a
     pilot, what comes nearest to the last tapped layer, with half of the random start.
     """
-    drafter.norm.weight.fill_(float(1.0 / lm_head_VD.float().norm(dim=1).mean()))
+    drafter.norm.weight.fill_(1.0 / _mean_row_norm(lm_head_VD))
     scale_F = 1.0 / channel_rms_F.to(drafter.fc.weight).clamp_min(1e-6)
     if projection is not None:
         if projection.provenance.kind == "pilot":
@@ -198,6 +201,12 @@ def fit_start_(
     hidden_size = len(drafter.hidden_norm.weight)
     drafter.fc.weight.mul_(0.5 * scale_F)
     drafter.fc.weight[:, -hidden_size:] += torch.diag(scale_F[-hidden_size:])
+
+
+def _mean_row_norm(matrix_VD: Tensor) -> float:
+    """Some rows at a time: whole in float32, the LM head of a large target takes gigabytes."""
+    parts = [rows.float().norm(dim=1) for rows in matrix_VD.split(_NORM_ROWS)]
+    return float(torch.cat(parts).mean())
 
 
 def _linear(in_features: int, out_features: int) -> nn.Linear:

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
+from shared.bar import Bar
 from shared.files import sha256_bytes
 from shared.location import Location
 from trainer.acceptance import chain_accepted, rank_of_gold, segments, tree_accepted
@@ -24,7 +24,7 @@ from trainer.caches import generations_of
 from trainer.loss import room_for_logits, weighing
 from trainer.metrics import AcceptanceTotals
 from trainer.ranking import NUM_RANKS, best_tokens
-from trainer.run import Run
+from trainer.run import NEWEST, Run
 from trainer.sampler import bucket_edges
 from trainer.session import Session
 from trainer.snapshot import restore
@@ -140,13 +140,19 @@ def _ranked(
     )
 
 
-def evaluate_run(run: Run, *, cache: Location | None, max_samples: int | None) -> dict[str, Any]:
-    """Evaluate the newest checkpoint of `run`, on its own cache or another of the same kind.
+def evaluate_run(
+    run: Run, *, cache: Location | None, max_samples: int | None, checkpoint: str = NEWEST
+) -> dict[str, Any]:
+    """Evaluate a checkpoint of `run`, on its own cache or another of the same kind.
+
+    Args:
+        checkpoint: as `Run.require_checkpoint` takes it.
 
     Raises:
+        RunError: there is no such checkpoint.
         CacheIncompatibleError: the cache holds states of another kind.
     """
-    snapshot = run.require_checkpoint()
+    snapshot = run.require_checkpoint(checkpoint)
     config = run.config()
     generations: list[int] | None = generations_of(snapshot.cache)
     if cache is not None:
@@ -157,5 +163,6 @@ def evaluate_run(run: Run, *, cache: Location | None, max_samples: int | None) -
     session = Session.open(config, generations=generations)
     session.require_same_cache(snapshot.cache, str(run.path), same_samples=cache is None)
     restore(snapshot, session.drafter)
-    with tqdm(desc="evaluate", unit="sample", leave=False, disable=None) as bar:
-        return {"step": snapshot.step, **evaluate(session, lambda done: bar.update(done - bar.n))}
+    chosen = min(len(session.split.heldout), config.evaluate.max_samples)
+    with Bar("evaluate", "sample", chosen) as bar:
+        return {"step": snapshot.step, **evaluate(session, bar.reach)}

@@ -32,7 +32,7 @@ from trainer.exporting.speculators import (
 from trainer.exporting.vocabulary import coverage, most_frequent
 from trainer.exporting.zlab import dflash_config, dflash_shapes
 from trainer.projection import unprojected
-from trainer.run import Run
+from trainer.run import NEWEST, Run
 from trainer.session import Session, read_target_config
 from trainer.snapshot import Snapshot
 
@@ -45,28 +45,37 @@ EXPORTED = frozenset({CONFIG, MODEL, CARD})
 Tensors = dict[str, Tensor]
 
 
-def export_dflash(run: Run, out: Path, *, target: str | None = None) -> Path:
-    """Write the newest checkpoint of `run` to `out` in z-lab's layout.
+def export_dflash(
+    run: Run, out: Path, *, target: str | None = None, checkpoint: str = NEWEST
+) -> Path:
+    """Write a checkpoint of `run` to `out` in z-lab's layout.
 
     Args:
         target: hub id or path of the target for the model card; None takes that of the cache.
+        checkpoint: as `Run.require_checkpoint` takes it.
 
     Raises:
         RunError: there is no checkpoint, or what was written is not what was trained.
     """
-    snapshot, session = _open(run)
+    snapshot, session = _open(run, checkpoint)
     config = dflash_config(session.config.drafter, session.cache, read_target_config(session.cache))
     facts = _facts(run, snapshot, session, "dflash", target)
     return _write(session, snapshot, facts, config, {}, out)
 
 
 def export_speculators(
-    run: Run, out: Path, *, target: str | None = None, draft_vocab_size: int | None = None
+    run: Run,
+    out: Path,
+    *,
+    target: str | None = None,
+    checkpoint: str = NEWEST,
+    draft_vocab_size: int | None = None,
 ) -> Path:
-    """Write the newest checkpoint of `run` to `out` in the format of speculators.
+    """Write a checkpoint of `run` to `out` in the format of speculators.
 
     Args:
         target: hub id or path that consumers load the target from; None takes that of the cache.
+        checkpoint: as `Run.require_checkpoint` takes it.
         draft_vocab_size: reduce the vocabulary to the tokens most frequent in the training
             samples; None keeps all.
 
@@ -74,7 +83,7 @@ def export_speculators(
         ConfigError: the format cannot say what was trained, or that size is not below the target's.
         RunError: there is no checkpoint, or what was written is not what was trained.
     """
-    snapshot, session = _open(run)
+    snapshot, session = _open(run, checkpoint)
     cache = session.cache
     facts = _facts(run, snapshot, session, "speculators", target)
     if not is_hub_id(facts.target):
@@ -114,8 +123,8 @@ def _reduce(session: Session, size: int) -> tuple[Tensor, str]:
     return kept, text
 
 
-def _open(run: Run) -> tuple[Snapshot, Session]:
-    snapshot = run.require_checkpoint()
+def _open(run: Run, checkpoint: str) -> tuple[Snapshot, Session]:
+    snapshot = run.require_checkpoint(checkpoint)
     session = Session.open(run.config(), generations=generations_of(snapshot.cache))
     session.require_same_cache(snapshot.cache, str(run.path))
     return snapshot, session

@@ -33,6 +33,11 @@ _FREE_KEYS = (
 )
 
 
+NEWEST = "newest"
+BEST = "best"
+"""Of the highest held-out acceptance length: `tau_walk`."""
+
+
 class Run:
     """The directory of one training run."""
 
@@ -157,12 +162,23 @@ class Run:
         except ConfigError as error:
             raise RunError(f"{self.path / _CONFIG}: {error}") from error
 
-    def require_checkpoint(self) -> Snapshot:
-        """The newest whole checkpoint.
+    def require_checkpoint(self, which: str = NEWEST) -> Snapshot:
+        """A checkpoint: the newest whole one, the best (`best`), or that of a step.
 
         Raises:
-            RunError: there is none yet.
+            RunError: there is none, or not that one, or it is damaged.
         """
+        if which == BEST:
+            return checkpoints.load(checkpoints.best_valid(self.path), verify=False)
+        if which != NEWEST:
+            kept = {checkpoints.step_of(path): path for path in checkpoints.all_paths(self.path)}
+            if not which.isdecimal() or int(which) not in kept:
+                steps = ", ".join(map(str, kept)) or "none"
+                raise RunError(
+                    f"{self.path}: no checkpoint {which!r}. There are those of steps {steps}; "
+                    f"{NEWEST} and {BEST} name one of them."
+                )
+            return checkpoints.load(kept[int(which)])
         if (snapshot := self.newest_checkpoint()) is None:
             raise RunError(f"{self.path}: no checkpoint yet. Run `make train`.")
         return snapshot

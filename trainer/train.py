@@ -12,6 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from shared import config as configs
+from shared.bar import Bar
 from shared.errors import ConfigError, DraftCacheError, RunError
 from shared.files import canonical_json, sha256_bytes
 from shared.quantity import size
@@ -249,10 +250,10 @@ class Training:
     def _evaluate(self, stop: StopRequest) -> dict[str, Any] | None:
         """Evaluate and keep the figures; None if a stop was asked for before the end."""
         chosen = min(len(self.session.split.heldout), self.config.evaluate.max_samples)
-        with tqdm(total=chosen, desc="evaluate", unit="sample", leave=False, disable=None) as bar:
+        with Bar("evaluate", "sample", chosen) as bar:
 
             def progress(done: int) -> None:
-                bar.update(done - bar.n)
+                bar.reach(done)
                 if stop.signal is not None:
                     raise _StoppedError
 

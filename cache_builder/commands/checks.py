@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from shared import cli
+from shared.bar import Bar
 from shared.errors import CacheError
 from shared.location import Location
 from shared.quantity import count
@@ -53,16 +54,14 @@ def verify(
     --recapture K: what is stored of K samples is also what the target gives for them, and no
     neighbouring block is nearer.
     """
-    from tqdm import tqdm
-
     from cache_builder.commit import uncommitted_groups
     from cache_builder.recapture import recapture, rows
     from cache_builder.verify import verify_cache
 
     if (num_samples is None) != (target is None):
         raise click.UsageError("--recapture K and --target DIR go together")
-    with tqdm(desc="verify", unit="shard", disable=None) as bar:
-        problems = verify_cache(cache, deep=deep, progress=lambda done: bar.update(done - bar.n))
+    with Bar("verify", "shard") as bar:
+        problems = verify_cache(cache, deep=deep, progress=bar.reach)
     report = None
     is_open = not any(problem.piece in ("description", "manifest", "index") for problem in problems)
     if num_samples is not None and target is not None and is_open:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from cache_builder.distance import block_distances, is_of_block, nearest_block
 from cache_builder.importing.config import CheckConfig, DeclaredConfig
@@ -16,6 +15,7 @@ from cache_builder.importing.slots import Slots
 from cache_builder.importing.source import Place, StateSource
 from cache_builder.plan import Plan
 from cache_builder.target import Target
+from shared.bar import tracked
 from shared.errors import DataError
 from shared.quantity import count
 
@@ -66,7 +66,7 @@ def check_states(
     num_samples = min(config.num_samples, len(plan))
     chosen = np.random.default_rng(config.seed).choice(len(plan), num_samples, replace=False)
     distances = []
-    for position in tqdm(np.sort(chosen).tolist(), desc="check", unit="sample", disable=None):
+    for position in tracked(np.sort(chosen).tolist(), "check", "sample", num_samples):
         pattern, number, _ = plan.provenance(position)
         place = Place(pattern, number)
         ids = plan.sample(position).token_ids[:_CHECKED_TOKENS]

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from cache_builder.build import explaining_interrupts, require_records
 from cache_builder.commit import committed_shards, discard_uncommitted, publish
@@ -39,19 +38,15 @@ from cache_builder.target import (
 from cache_builder.target_config import load_config
 from cache_builder.worker import Job, Prepared
 from cache_builder.workspace import workspace
-from shared.cache import (
-    HEAD,
-    Cache,
-    calibration_key,
-    calibration_to_bytes,
-    read_calibration,
-    read_description,
-)
+from shared.bar import Bar
+from shared.cache import Cache
 from shared.config import build as build_config
 from shared.errors import CacheIncompatibleError, DataError
 from shared.files import canonical_json, sha256_bytes, writing
+from shared.layout import HEAD, calibration_key
 from shared.location import Location
 from shared.manifest import Manifest
+from shared.metadata import calibration_to_bytes, read_calibration, read_description
 from shared.quantity import count
 from shared.spec import CaptureSpec
 from shared.storage import open_storage
@@ -300,9 +295,9 @@ def _write(job: _Job, plan: Plan, todo: list[str], prepared: Prepared) -> None:
         prepared.calibration,
         floor,
     )
-    with tqdm(total=sum(tokens), desc="import", unit="tok", unit_scale=True, disable=None) as bar:
+    with Bar("import", "token", sum(tokens)) as bar:
         for shard_id in todo:
-            shards.write(shard_id, lambda tokens: bar.update(tokens) and None)
+            shards.write(shard_id, bar.add)
 
 
 def rows(report: ImportReport) -> list[tuple[str, str]]:

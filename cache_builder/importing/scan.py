@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from cache_builder.config import CaptureConfig, Forward, WorkersConfig
 from cache_builder.corpus import TokenizedSample
@@ -20,10 +19,12 @@ from cache_builder.importing.source import (
     StateSource,
     StoredShape,
 )
-from cache_builder.plan import Plan, PlanWriter, next_plan_id
+from cache_builder.plan import Plan, next_plan_id
+from cache_builder.plan_writer import PlanWriter
 from cache_builder.workspace import workspace
-from shared.cache import PLANS
+from shared.bar import tracked
 from shared.errors import DataError
+from shared.layout import PLANS
 from shared.location import Location
 from shared.spec import CaptureSpec
 
@@ -116,7 +117,7 @@ def _read(
     skip: Callable[[Place, SampleSkippedError], None],
     on_mismatch: str,
 ) -> Iterator[tuple[Place, SourceTokens]]:
-    for place in tqdm(source.places(), desc="read", unit="sample", disable=None):
+    for place in tracked(source.places(), "read", "sample"):
         report.num_seen += 1
         try:
             yield place, source.tokens(place)

@@ -23,9 +23,9 @@ from cache_builder.planning import make_plan
 from cache_builder.target import resolve_target, stamp_files
 from cache_builder.tokens import load_template
 from cache_builder.worker import Job, Prepared, Task, Worker
-from shared.cache import RECORDS
 from shared.config import load
 from shared.files import remove_tree
+from shared.layout import RECORDS
 from shared.memory import keep_freed_memory
 from shared.shard import GROUP
 from tests.bench.states import DEMO_CONFIG

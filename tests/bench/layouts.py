@@ -23,8 +23,8 @@ from cache_builder.commit import publish
 from shared.cache import Cache
 from shared.chunk import CHUNK_TOKENS, CRC_BYTES, encode_chunk
 from shared.codec import PRESETS, Codec
+from shared.local_storage import LocalStorage, StoredObject
 from shared.shard import GROUP
-from shared.storage import LocalStorage, StoredObject
 from tests.bench.codecs import buffer_for, calibrated, chunks
 from tests.bench.states import States
 from tests.test_shared.made import add_shard, create_cache, make_sample, make_spec

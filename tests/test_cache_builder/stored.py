@@ -16,7 +16,8 @@ from cache_builder.config import BuildConfig
 from cache_builder.plan import Plan
 from cache_builder.retirement import RETIRED
 from cache_builder.verify import verify_cache
-from shared.cache import PLANS, WIP, Cache
+from shared.cache import Cache
+from shared.layout import PLANS, WIP
 from shared.shard import GROUP
 from tests.conftest import write_jsonl
 

@@ -19,8 +19,9 @@ from cache_builder.merge import merge
 from cache_builder.prune import prune
 from cache_builder.repair import repair
 from cache_builder.verify import verify_cache
-from shared.cache import DESCRIPTION, PLANS, WIP, Cache, record_key
+from shared.cache import Cache
 from shared.errors import CacheError, DraftCacheError, ShardCorruptError, StorageError
+from shared.layout import DESCRIPTION, PLANS, WIP, record_key
 from shared.shard import GROUP
 from tests.test_cache_builder.stored import Killer, assert_clean, contents, tree, without
 from tests.test_shared.made import flip

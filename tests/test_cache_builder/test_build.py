@@ -23,7 +23,7 @@ from cache_builder.processes import run_processes
 from cache_builder.progress import Progress
 from cache_builder.target import Target
 from cache_builder.worker import Job, Task
-from shared.cache import MANIFEST, RECORDS, Cache
+from shared.cache import Cache
 from shared.errors import (
     CacheIncompatibleError,
     CacheLockedError,
@@ -32,6 +32,7 @@ from shared.errors import (
     DraftCacheError,
     TargetError,
 )
+from shared.layout import MANIFEST, RECORDS
 from tests.conftest import conversations, write_jsonl
 from tests.test_cache_builder.stored import Killer, assert_clean
 

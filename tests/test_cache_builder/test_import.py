@@ -24,7 +24,7 @@ from cache_builder.inspect import inspect_cache
 from cache_builder.merge import merge
 from cache_builder.recapture import recapture
 from cache_builder.repair import repair
-from shared.cache import DESCRIPTION, MANIFEST, Cache
+from shared.cache import Cache
 from shared.errors import (
     CacheError,
     CacheIncompatibleError,
@@ -33,6 +33,7 @@ from shared.errors import (
     ConfigError,
     DataError,
 )
+from shared.layout import DESCRIPTION, MANIFEST
 from shared.shard import GROUP, STATES_OBJECT
 from tests.conftest import Projected, conversations, write_jsonl
 from tests.test_cache_builder.peers import (

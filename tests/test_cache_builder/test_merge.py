@@ -21,7 +21,7 @@ from cache_builder.prune import prune
 from cache_builder.repair import repair
 from cache_builder.verify import verify_cache
 from shared import index
-from shared.cache import CALIBRATIONS, DESCRIPTION, HEAD, MANIFEST, Cache
+from shared.cache import Cache
 from shared.errors import (
     CacheError,
     CacheIncompatibleError,
@@ -31,6 +31,7 @@ from shared.errors import (
     ShardCorruptError,
 )
 from shared.files import sha256_file
+from shared.layout import CALIBRATIONS, DESCRIPTION, HEAD, MANIFEST
 from shared.shard import GROUP, STATES_OBJECT
 from tests.conftest import conversations, write_jsonl
 from tests.test_cache_builder.stored import (

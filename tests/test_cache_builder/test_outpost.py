@@ -16,8 +16,9 @@ from cache_builder.lock import own_slot
 from cache_builder.outpost import beacon, outpost
 from cache_builder.target import stamp_files
 from cache_builder.worker import Job
-from shared.cache import WIP, Cache
+from shared.cache import Cache
 from shared.errors import CacheError, CacheLockedError, TargetError
+from shared.layout import WIP
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ from safetensors.numpy import load_file, save_file
 
 from cache_builder.config import Forward
 from cache_builder.corpus import TokenizedSample
-from cache_builder.plan import Plan, PlanWriter, cut_shards, find_plans, micro_batches, next_plan_id
+from cache_builder.plan import Plan, find_plans, micro_batches, next_plan_id
+from cache_builder.plan_writer import PlanWriter, cut_shards
 from shared.errors import CacheError
 from shared.files import canonical_json, sha256_bytes, sha256_file, write_json
 from tests.test_shared.mutate import mutated, steady

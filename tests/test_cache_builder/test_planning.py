@@ -17,7 +17,7 @@ from cache_builder.config import (
     TargetConfig,
     WorkersConfig,
 )
-from cache_builder.plan import PlanWriter
+from cache_builder.plan_writer import PlanWriter
 from cache_builder.planning import describe_writers, open_corpus
 from cache_builder.report import Tally
 from cache_builder.tokens import load_template

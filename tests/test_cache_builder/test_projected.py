@@ -23,8 +23,9 @@ from cache_builder.recapture import recapture
 from cache_builder.repair import repair
 from cache_builder.target import Target
 from cache_builder.verify import verify_cache
-from shared.cache import PROJECTION, Cache
+from shared.cache import Cache
 from shared.errors import CacheError, CacheIncompatibleError, DataError
+from shared.layout import PROJECTION
 from shared.location import parse_location
 from shared.projection import Projection
 from shared.shard import GROUP

@@ -24,7 +24,7 @@ from cache_builder.retirement import RETIRED, retire
 from cache_builder.rewrite import write_selection
 from cache_builder.selection import Selection, plan_selections
 from cache_builder.verify import verify_cache
-from shared.cache import PLANS, Cache, record_key
+from shared.cache import Cache
 from shared.errors import (
     CacheError,
     CacheIncompatibleError,
@@ -35,8 +35,9 @@ from shared.errors import (
     ShardCorruptError,
 )
 from shared.files import canonical_json, sha256_bytes
+from shared.layout import PLANS, record_key
+from shared.local_storage import LocalStorage
 from shared.shard import GROUP, STATES_OBJECT
-from shared.storage import LocalStorage
 from tests.conftest import conversations, write_jsonl
 from tests.test_cache_builder.stored import (
     Contents,

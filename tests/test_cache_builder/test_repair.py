@@ -21,8 +21,9 @@ from cache_builder.planning import committed_samples
 from cache_builder.repair import repair
 from cache_builder.target import Target
 from cache_builder.verify import verify_cache, verify_unpublished
-from shared.cache import DESCRIPTION, HEAD, MANIFEST, Cache, generation_key, record_key
+from shared.cache import Cache
 from shared.errors import CacheError, CaptureError, DraftCacheError
+from shared.layout import DESCRIPTION, HEAD, MANIFEST, generation_key, record_key
 from shared.shard import GROUP, STATES_OBJECT
 from tests.conftest import conversations, write_jsonl
 from tests.test_shared.mutate import json_values, mutated, steady

@@ -11,8 +11,9 @@ from cache_builder.build import build
 from cache_builder.config import BuildConfig
 from cache_builder.repair import repair
 from cache_builder.verify import verify_cache
-from shared.cache import HEAD, MANIFEST, Cache, record_key
+from shared.cache import Cache
 from shared.errors import CacheError
+from shared.layout import HEAD, MANIFEST, record_key
 from shared.shard import GROUP, STATES_OBJECT
 from tests.conftest import conversations, write_jsonl
 

@@ -10,26 +10,17 @@ import torch
 from torch import Tensor
 
 from cache_builder.commit import commit_shard, publish
-from shared.cache import (
-    CALIBRATIONS,
-    DESCRIPTION,
-    FORMAT,
-    GENERATIONS,
-    HEAD,
-    PLANS,
-    RECORDS,
-    WIP,
-    calibration_to_bytes,
-)
 from shared.codec import PRESETS, Calibration, Codec
 from shared.files import sha256_bytes, write_bytes, write_json
 from shared.head import Head, Readout
+from shared.layout import CALIBRATIONS, DESCRIPTION, FORMAT, GENERATIONS, HEAD, PLANS, RECORDS, WIP
+from shared.local_storage import LocalStorage
 from shared.manifest import LayerStatistics, Manifest, ShardRecord
+from shared.metadata import calibration_to_bytes
 from shared.shard import GROUP, CapturedSample, StoredSample
 from shared.shard_reader import ShardReader
 from shared.shard_writer import ShardWriter
 from shared.spec import CaptureSpec, TargetSpec, TokenSpec
-from shared.storage import LocalStorage
 
 CODECS = list(PRESETS.values())
 LENGTHS = (1, 63, 64, 65, 200)

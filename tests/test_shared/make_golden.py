@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from cache_builder.commit import publish
-from shared.cache import PROJECTION
 from shared.codec import Calibration, Codec, LevelCodec, LosslessCodec
 from shared.files import sha256_bytes, write_bytes
+from shared.layout import PROJECTION
 from shared.projection import Projection, Provenance
 from shared.shard import CapturedSample
 from shared.spec import CaptureSpec, ProjectionSpec

@@ -18,17 +18,7 @@ from safetensors.numpy import load, save
 
 import shared
 from cache_builder.commit import publish
-from shared.cache import (
-    CALIBRATIONS,
-    DESCRIPTION,
-    HEAD,
-    MANIFEST,
-    RECORDS,
-    Cache,
-    calibration_to_bytes,
-    generation_key,
-    read_calibration,
-)
+from shared.cache import Cache
 from shared.codec import Calibration, LevelCodec, LosslessCodec
 from shared.errors import (
     CacheError,
@@ -39,6 +29,8 @@ from shared.errors import (
 )
 from shared.files import canonical_json, sha256_bytes, write_bytes, write_json
 from shared.head import Readout
+from shared.layout import CALIBRATIONS, DESCRIPTION, HEAD, MANIFEST, RECORDS, generation_key
+from shared.metadata import calibration_to_bytes, read_calibration
 from shared.shard import GROUP
 from tests.test_shared.made import (
     CODECS,

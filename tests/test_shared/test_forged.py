@@ -15,12 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numcodecs import zstd
 
-from shared.cache import Cache, generation_key
+from shared.cache import Cache
 from shared.chunk import checksum
 from shared.codec import LevelCodec
 from shared.errors import CacheError, ShardCorruptError
 from shared.files import sha256_bytes, write_json
 from shared.index import SampleIndex
+from shared.layout import generation_key
 from shared.manifest import Manifest, ShardRecord, StoredFile
 from shared.shard import GROUP, INDEX_ENTRY, SMALL_ARRAYS, STATES_OBJECT
 from tests.test_shared.made import LENGTHS, make_cache, make_spec, open_shard, unpack

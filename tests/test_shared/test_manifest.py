@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.errors import CacheError, CacheIncompatibleError, DraftCacheError
+from shared.local_storage import LocalStorage
 from shared.manifest import (
     LayerStatistics,
     Manifest,
@@ -18,7 +19,6 @@ from shared.manifest import (
     Totals,
     check_shard_id,
 )
-from shared.storage import LocalStorage
 from tests.test_shared.mutate import json_values, mutated, steady
 
 RECORD = ShardRecord(

@@ -22,12 +22,12 @@ import zarr
 from shared.codec import PRESETS, LevelCodec
 from shared.errors import OutOfSpaceError, ShardCorruptError
 from shared.files import sha256_file
+from shared.local_storage import LocalStorage, StoredObject
 from shared.manifest import ShardRecord
 from shared.shard import GROUP, SMALL_ARRAYS, STATES, STATES_OBJECT
 from shared.shard_reader import ShardReader
 from shared.shard_writer import ShardWriter
 from shared.spec import CaptureSpec
-from shared.storage import LocalStorage, StoredObject
 from tests.test_shared.made import (
     CODECS,
     LENGTHS,

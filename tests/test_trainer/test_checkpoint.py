@@ -26,6 +26,7 @@ from trainer.checkpoint_writer import CheckpointWriter
 from trainer.config import CheckpointConfig
 from trainer.optim import build_optimizer, learning_rate, scale_and_clip_, set_learning_rate
 from trainer.recipe import OptimizerConfig
+from trainer.run import Run
 from trainer.snapshot import Snapshot, restore, take_snapshot
 
 CONFIG = OptimizerConfig(lr=0.05, weight_decay=0.1)
@@ -304,6 +305,25 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     assert load(tmp_path / "checkpoints" / "step-00000002").score == 3.0
     save(tmp_path, filled(7, score=3.0), keep=2)  # as good, newer
     assert steps_on_disk(tmp_path) == [6, 7]
+
+
+def test_a_run_gives_the_newest_the_best_or_the_checkpoint_of_a_step(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    for step, score in {10: 1.5, 20: 3.0, 30: 3.0, 40: 2.0}.items():
+        save(tmp_path, filled(step, score=score), keep=4)
+    assert run.require_checkpoint().step == 40
+    assert run.require_checkpoint("best").step == 30
+    assert run.require_checkpoint("10").step == 10
+    for wrong in ("15", "-1", "newer"):
+        with pytest.raises(RunError, match=f"no checkpoint '{wrong}'. .* steps 10, 20, 30, 40"):
+            run.require_checkpoint(wrong)
+    truncate(tmp_path / "checkpoints" / "step-00000030" / "drafter.safetensors")
+    for damaged in ("best", "30"):  # asked for by name: no other takes its place
+        with pytest.raises(RunError, match="step-00000030"):
+            run.require_checkpoint(damaged)
+    save(tmp_path / "unscored", filled(1), keep=1)
+    with pytest.raises(RunError, match="no checkpoint has a score"):
+        Run(tmp_path / "unscored").require_checkpoint("best")
 
 
 def test_rotation_without_scores_keeps_the_newest(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trainer.anchors import build_blocks
 from trainer.attention import build_mask
-from trainer.drafter import Drafter
+from trainer.drafter import Drafter, fit_start_
 from trainer.recipe import DrafterConfig
 
 HIDDEN, LAYERS_TAPPED, BLOCK, VOCABULARY = 24, 3, 4, 50
@@ -241,6 +241,15 @@ def test_initial_weights_are_a_function_of_the_generator_alone() -> None:
             assert not torch.equal(x, z), name
             assert x.std().item() == pytest.approx(0.2, rel=0.1), name
             assert abs(x.mean().item()) < 0.02, name
+
+
+def test_the_start_scales_logits_by_the_mean_row_of_the_whole_head(drafter: Drafter) -> None:
+    lm_head_VD = (
+        torch.randn(20_000, len(drafter.norm.weight)) * torch.linspace(0.1, 9, 20_000)[:, None]
+    )
+    fit_start_(drafter, lm_head_VD.bfloat16(), torch.ones(drafter.fc.in_features), None)
+    wanted = 1 / lm_head_VD.bfloat16().float().norm(dim=1).mean()
+    torch.testing.assert_close(drafter.norm.weight, wanted.expand_as(drafter.norm.weight))
 
 
 def test_drafter_without_initial_weights_is_nan_until_it_loads_some(drafter: Drafter) -> None:

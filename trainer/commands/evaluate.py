@@ -9,7 +9,16 @@ from click.core import ParameterSource
 
 from shared import cli
 from shared.location import Location
-from trainer.run import Run
+from trainer.run import BEST, NEWEST, Run
+
+checkpoint_option = click.option(
+    "--checkpoint",
+    metavar="STEP",
+    default=NEWEST,
+    show_default=True,
+    help=f"Of a run: a step whose checkpoint is kept, {NEWEST}, or {BEST}: of the highest "
+    "held-out tau_walk.",
+)
 
 
 @click.command()
@@ -35,6 +44,7 @@ from trainer.run import Run
     multiple=True,
     help="Prompts of a benchmark, from a package: an error says which.",
 )
+@checkpoint_option
 @click.option("--limit", type=click.IntRange(min=1), help="Prompts at most.")
 @click.option(
     "--template-arg",
@@ -88,11 +98,12 @@ def evaluate(
     samples: int | None,
     target: Path | None,
     as_json: bool,
+    checkpoint: str,
     **options: Any,
 ) -> None:
     """How many drafted tokens the target accepts: by a cache, or by decoding with the target.
 
-    Without --target: held-out loss and acceptance length of the newest checkpoint, from a cache.
+    Without --target: held-out loss and acceptance length of a checkpoint, from a cache.
 
     With --target DIR, RUN may also be an exported drafter. Every prompt is decoded by the target
     alone, by speculative decoding in chains, and by trees of each --tree-budget. Greedy texts are
@@ -113,7 +124,7 @@ def evaluate(
         for parameter in context.command.params
         if parameter.name is not None
         and context.get_parameter_source(parameter.name) == ParameterSource.COMMANDLINE
-        and parameter.name not in ("run", "as_json", "target")
+        and parameter.name not in ("run", "as_json", "target", "checkpoint")
     ]
     of_cache = {"--cache", "--samples"}
     if wrong := [name for name in given if (name in of_cache) == (target is not None)]:
@@ -121,12 +132,12 @@ def evaluate(
             raise click.UsageError(f"{wrong[0]} goes with --target, the directory of the target.")
         raise click.UsageError(f"{wrong[0]} is of the evaluation from a cache, without --target.")
     if target is not None:
-        _decode(run, target, as_json, **options)
+        _decode(run, target, as_json, checkpoint=checkpoint, **options)
         return
     from trainer.evaluate import evaluate_run
     from trainer.summary import evaluation_rows
 
-    result = evaluate_run(Run(run), cache=cache, max_samples=samples)
+    result = evaluate_run(Run(run), cache=cache, max_samples=samples, checkpoint=checkpoint)
     if as_json:
         cli.print_json(result)
         return
@@ -138,6 +149,7 @@ def _decode(
     target: Path,
     as_json: bool,
     *,
+    checkpoint: str,
     files: tuple[Path, ...],
     sets: tuple[str, ...],
     limit: int | None,
@@ -175,6 +187,7 @@ def _decode(
         ),
         dtype=dtype,
         device=device,
+        checkpoint=checkpoint,
     )
     if as_json:
         cli.print_json(result)

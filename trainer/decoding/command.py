@@ -5,9 +5,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from shared import log
+from shared.bar import Bar
 from shared.errors import ConfigError
 from trainer.decoding.evaluation import DecodingConfig, Evaluation
 from trainer.decoding.prompt_sets import SETS
@@ -28,6 +26,7 @@ def evaluate_with_target(
     config: DecodingConfig,
     dtype: str,
     device: str,
+    checkpoint: str,
 ) -> dict[str, Any]:
     """Decode prompts with the target, alone and with a drafter.
 
@@ -36,13 +35,14 @@ def evaluate_with_target(
         files: JSONL files with prompts.
         sets: names of prompt sets.
         limit: prompts at most.
+        checkpoint: of a run, as `Run.require_checkpoint` takes it.
 
     Raises:
         RunError, TargetError, DataError, ConfigError: what is given cannot be used.
     """
     if config.temperature and config.tree_budgets:
         raise ConfigError("--tree-budget: trees are decoded greedily. Leave out --temperature.")
-    source = DrafterSource.read(drafter)
+    source = DrafterSource.read(drafter, checkpoint)
     picked = pick_device(device, setting="--device")
     target = Target.load(target_path, source.target_layer_ids, dtype=dtype, device=picked)
     source.require_target(target)
@@ -56,10 +56,8 @@ def evaluate_with_target(
         max_tokens=target.max_positions - room,
     )
     num_texts = len(prompts) * len(config.methods)
-    with tqdm(
-        desc="decode", total=num_texts, unit="text", leave=False, disable=not log.shows_bars()
-    ) as bar:
-        evaluation.run(prompts, lambda: bar.update())
+    with Bar("decode", "text", num_texts) as bar:
+        evaluation.run(prompts, bar.add)
     return {
         "drafter": source.where,
         "step": source.step,

@@ -13,7 +13,7 @@ from trainer.drafter import Drafter
 from trainer.drafter_directory import read_config, read_weights, require_tensors
 from trainer.exporting.zlab import dflash_shapes, drafter_of
 from trainer.projection import unprojected
-from trainer.run import Run
+from trainer.run import NEWEST, Run
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -30,8 +30,11 @@ class DrafterSource:
     """Of the checkpoint; None for a directory, which does not say."""
 
     @classmethod
-    def read(cls, path: Path) -> "DrafterSource":
+    def read(cls, path: Path, checkpoint: str = NEWEST) -> "DrafterSource":
         """The drafter at `path`: a run, or a directory in z-lab's layout.
+
+        Args:
+            checkpoint: of a run, as `Run.require_checkpoint` takes it.
 
         Raises:
             RunError: neither, or what is there cannot be used.
@@ -42,7 +45,11 @@ class DrafterSource:
                 f"{path}: a drafter in the format of speculators. Give the run, or its export by "
                 "`trainer export --format dflash`."
             )
-        return cls._of_directory(path) if "hidden_size" in config else cls._of_run(Run(path))
+        return (
+            cls._of_directory(path)
+            if "hidden_size" in config
+            else cls._of_run(Run(path), checkpoint)
+        )
 
     @classmethod
     def _of_directory(cls, path: Path) -> "DrafterSource":
@@ -64,8 +71,8 @@ class DrafterSource:
         return cls(where, drafter, tuple(layer_ids), sizes, None)
 
     @classmethod
-    def _of_run(cls, run: Run) -> "DrafterSource":
-        config, snapshot = run.config(), run.require_checkpoint()
+    def _of_run(cls, run: Run, checkpoint: str) -> "DrafterSource":
+        config, snapshot = run.config(), run.require_checkpoint(checkpoint)
         if config.train.zero_features:
             raise RunError(
                 f"{run.path}: trained with train.zero_features, for comparison only: no engine "

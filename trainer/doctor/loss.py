@@ -184,7 +184,8 @@ def heldout_acceptance(view: RunView) -> list[Finding]:
             steps=((best_step, last_step),),
             evidence=f"held-out walk acceptance length {best:.3f} at step {best_step}, {last:.3f} "
             f"at step {last_step}",
-            advice="The drafter overfits or was disturbed: rotation keeps the checkpoint that "
-            "scored best. More data, fewer epochs, or train.steps nearer the best step.",
+            advice="The drafter overfits or was disturbed: `trainer export --checkpoint best` "
+            "takes the one that scored best. More data, fewer epochs, or train.steps nearer the "
+            "best step.",
         )
     ]
