@@ -205,7 +205,7 @@ def fit_start_(
 
 def _mean_row_norm(matrix_VD: Tensor) -> float:
     """Some rows at a time: whole in float32, the LM head of a large target takes gigabytes."""
-    parts = [rows.float().norm(dim=1) for rows in matrix_VD.split(_NORM_ROWS)]
+    parts = [rows.float().norm(dim=1) for rows in torch.split(matrix_VD, _NORM_ROWS)]
     return float(torch.cat(parts).mean())
 
 
