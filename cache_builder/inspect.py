@@ -125,7 +125,7 @@ def _projected(projection: dict[str, Any]) -> str:
     made = "principal directions" if projection["kind"] == "principal" else "the fc of a pilot"
     if projection["step"] is not None:
         made += f" of {projection['step']:,} steps"
-    rows = "orthonormal rows" if projection["is_orthonormal"] else "rows as they were"
+    rows = "orthogonal rows" if projection["is_orthonormal"] else "rows as they were"
     return f"to {projection['rank']:,} values by {made}, {rows}, {projection['sha256'][:16]}"
 
 

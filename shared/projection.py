@@ -41,7 +41,7 @@ class Provenance:
     hidden size. `principal`: principal directions alone."""
 
     is_orthonormal: bool
-    """Whether the rows are orthonormal once every channel is divided by its RMS."""
+    """Whether the rows are orthogonal, and of one length, once every channel is over its RMS."""
 
     target_name: str
     """For people."""

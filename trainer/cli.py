@@ -166,7 +166,7 @@ def export(
     "--orthonormal/--no-orthonormal",
     "is_orthonormal",
     default=True,
-    help="Make the rows orthonormal (default), or leave those of the fc as they are.",
+    help="Make the rows orthogonal, of one length (default), or leave those of the fc as they are.",
 )
 @click.option(
     "--principal",

