@@ -32,6 +32,10 @@ def rows_of(group: Group, results: Results) -> dict[str, dict[int, Record]]:
         if variant.also:
             also = {seed: {**record, **record["also"]} for seed, record in by_seed.items()}
             rows[f"{variant.title}, asked on {variant.also}"] = also
+    if len(rows) > 1:  # of the baseline the seeds that something is compared with
+        title, *others = rows
+        asked = set().union(*(rows[other] for other in others))
+        rows[title] = {seed: record for seed, record in rows[title].items() if seed in asked}
     return rows
 
 
@@ -144,7 +148,9 @@ def _more(group: Group, by_seed: dict[int, Record]) -> list[str]:
     if group.name == "order":
         return [f"{_mean([record['train']['wobble'] for record in by_seed.values()]):.3f}"]
     if group.has_bytes:
-        stored = next(iter(by_seed.values()))["cache"]
+        stored = next((r["cache"] for r in by_seed.values() if "cache" in r), None)
+        if stored is None:  # a result of before it was kept
+            return []
         return [f"{stored['bytes_per_token']:,.0f}, {stored['stored_over_raw']:.3f}"]
     return []
 

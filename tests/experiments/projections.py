@@ -1,6 +1,6 @@
 """Projected states: caches of several ranks and codecs, by pilots of several kinds."""
 
-from tests.experiments.variant import Cache, Group, Variant, options
+from tests.experiments.variant import MORE_SEEDS, SEEDS, Cache, Group, Variant, options
 
 _DEMO = "cache_builder/data/demo.jsonl"
 _DEMO_CACHE = "cache_builder/configs/demo.toml"
@@ -158,7 +158,10 @@ CACHES = (
 
 VARIANTS = (
     Variant("pilot-fc", "lossless, fc of the pilot", change="pilot-fc", needs=(PILOT,)),
-    *(Variant(name, title, cache=name) for name, (title, _) in _RANKS.items()),
+    *(
+        Variant(name, title, cache=name, seeds=MORE_SEEDS if name == CHEAPEST else SEEDS)
+        for name, (title, _) in _RANKS.items()
+    ),
     *(
         Variant(f"projected-{name}", f"pilot: {title}", cache=f"projected-{name}")
         for name, (title, _) in _PILOTS.items()

@@ -53,9 +53,9 @@ def jobs_of(groups: Iterable[str]) -> list[Job]:
     """Jobs of these groups in the order of `GROUPS`, seed by seed, each once."""
     found: dict[Job, None] = {}
     for group in (GROUPS[name] for name in GROUPS if name in set(groups)):
-        variants = [VARIANTS[name] for name in (group.baseline, *group.variants)]
+        baseline, *variants = (VARIANTS[name] for name in (group.baseline, *group.variants))
         for seed in sorted({seed for variant in variants for seed in variant.seeds}):
-            found |= {Job(v, seed): None for v in variants if seed in v.seeds}
+            found |= {Job(v, seed): None for v in (baseline, *variants) if seed in v.seeds}
     return list(found)
 
 

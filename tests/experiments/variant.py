@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 SEEDS = (0, 1, 2)
+MORE_SEEDS = (*SEEDS, 3, 4, 5)
+"""Where a decision hangs on a small difference."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ To add an experiment, add its cache (if it needs one of its own), its variants a
 from collections.abc import Mapping
 
 from tests.experiments import projections
-from tests.experiments.variant import Cache, Group, Variant, options
+from tests.experiments.variant import MORE_SEEDS, Cache, Group, Variant, options
 
 TRAIN_CONFIG = "trainer/configs/demo.toml"
 BUILD = ("cache_builder", "build", "--config", "cache_builder/configs/demo.toml")
@@ -55,7 +55,7 @@ _SHORT = {"train.steps": "40", "cache.heldout_fraction": "0.1", "evaluate.max_sa
 VARIANTS = {
     variant.name: variant
     for variant in (
-        Variant(BASELINE, "lossless (baseline)"),
+        Variant(BASELINE, "lossless (baseline)", seeds=MORE_SEEDS),
         Variant("balanced", "balanced", cache="balanced", also="lossless"),
         Variant("small", "small", cache="small", also="lossless"),
         Variant("stored", "from the cache", _SHORT, "alone", seeds=(0,), keeps_losses=True),
