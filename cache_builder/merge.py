@@ -7,7 +7,7 @@ from pathlib import Path
 from cache_builder.commit import discard_uncommitted, publish
 from cache_builder.description import create_directories
 from cache_builder.lock import builder_lock
-from cache_builder.planning import committed_samples
+from cache_builder.planning import stored_samples
 from cache_builder.rewrite import write_selection
 from cache_builder.selection import (
     Selection,
@@ -113,7 +113,7 @@ def _require_mergeable(cache: Cache, other: Cache) -> None:
 
 def _select(cache: Cache, others: Sequence[Cache]) -> tuple[list[Selection], int]:
     """What is new in `others`, shard by shard, and how many samples are not."""
-    known, _ = committed_samples(cache.path)
+    known = stored_samples(cache.path).ids
     selections, num_seen = [], 0
     for other in others:
         ids = map(bytes, other.index.sample_ids)
