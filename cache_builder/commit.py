@@ -22,6 +22,7 @@ from shared.layout import (
     MANIFEST,
     PLANS,
     RECORDS,
+    TARGET,
     WIP,
     generation_key,
     record_key,
@@ -75,7 +76,7 @@ def discard_uncommitted(cache: Location) -> int:
     storage.delete_trees(*(f"{GROUP}/{name}" for name in groups))
     for leftover in (*wip, *(place / PLANS).glob("*.wip")):
         remove_tree(leftover)
-    storage.remove_partials(None, RECORDS, GENERATIONS, CALIBRATIONS)
+    storage.remove_partials(None, RECORDS, GENERATIONS, CALIBRATIONS, TARGET, GROUP)
     return len(wip) + len(groups)
 
 
