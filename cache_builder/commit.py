@@ -1,7 +1,8 @@
 """What makes captured states part of a cache: commit of a shard, publication of a generation."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from cache_builder.lease import require_lease
@@ -30,6 +31,7 @@ from shared.layout import (
 from shared.location import Location
 from shared.manifest import Manifest, ShardRecord, StoredFile, Totals
 from shared.metadata import read_index, read_manifest, require_layers
+from shared.quantity import count
 from shared.shard import GROUP
 from shared.shard_reader import ShardReader
 from shared.spec import CaptureSpec
@@ -38,14 +40,29 @@ from shared.storage import Storage, open_storage
 logger = logging.getLogger(__name__)
 
 
-def commit_shard(cache: Location, record: ShardRecord, finished: Path | None = None) -> None:
+def commit_shard(
+    cache: Location,
+    record: ShardRecord,
+    finished: Path | None = None,
+    *,
+    replaces: str | None = None,
+) -> ShardRecord:
     """Move the finished shard into place, then write its record: that is the commit.
+
+    A record that is there stays, and what was finished here goes: whoever wrote it died before it
+    could say so, or took this worker for dead. No record is ever deleted here, since it may be in
+    a generation by now.
 
     Args:
         finished: the directory with its files; None for `wip/<shard id>` of the workspace.
+        replaces: version of the record of a damaged shard whose place this one takes.
+
+    Returns:
+        The record that the cache has now.
 
     Raises:
         CacheLockedError: another builder took over, or another worker of this one.
+        CacheError: another worker committed the shard, and its files are not what it wrote.
     """
     require_lease(cache)
     finished = finished or workspace(cache) / WIP / record.shard_id
@@ -55,10 +72,38 @@ def commit_shard(cache: Location, record: ShardRecord, finished: Path | None = N
             "taken for dead."
         )
     storage, key = open_storage(cache), record_key(record.shard_id)
-    storage.delete(key)  # of a worker that committed it and died before it could say so
-    storage.delete_trees(f"{GROUP}/{record.shard_id}")  # of one that died before the record
-    storage.put_tree(finished, f"{GROUP}/{record.shard_id}")
-    storage.put_over(key, json_bytes(record.to_dict()), None)
+    version = storage.version(key)
+    if version is None or version == replaces:
+        storage.put_tree(finished, f"{GROUP}/{record.shard_id}")
+        with suppress(CacheLockedError):
+            storage.put_over(key, json_bytes(record.to_dict()), version)
+            return record
+    return _adopt(cache, record, finished)
+
+
+def _adopt(cache: Location, record: ShardRecord, finished: Path) -> ShardRecord:
+    """The record that another worker wrote in the place of `record`; `finished` goes.
+
+    Raises:
+        CacheError: its files are not what it says.
+    """
+    storage, key = open_storage(cache), record_key(record.shard_id)
+    where, group = f"{cache}/{key}", f"{GROUP}/{record.shard_id}"
+    there = ShardRecord.from_dict(parse_json(storage.read(key), where), where)
+    sizes = storage.sizes(group)
+    wrong = [
+        name
+        for name, file in there.files.items()
+        if sizes.get(name) != file.size or storage.sha256(f"{group}/{name}") != file.sha256
+    ]
+    if wrong or (there.shard_id, there.fingerprint) != (record.shard_id, record.fingerprint):
+        raise CacheError(
+            f"{where}: another worker committed the shard meanwhile, and its files are not what "
+            f"it wrote ({', '.join(wrong[:8]) or there.shard_id}). Run `cache-builder repair`."
+        )
+    logger.info("shard %s: another worker committed it meanwhile", record.shard_id)
+    remove_tree(finished)
+    return there
 
 
 def committed_shards(cache: Location) -> set[str]:
@@ -67,13 +112,19 @@ def committed_shards(cache: Location) -> set[str]:
 
 
 def discard_uncommitted(cache: Location) -> int:
-    """Remove what builders that died left behind; returns how many shards that were."""
+    """Remove what builders that died left behind; returns how many shards that were.
+
+    Raises:
+        CacheLockedError: another builder took over: it may be writing just that.
+    """
     storage, place = open_storage(cache), workspace(cache)
     wip, groups = list((place / WIP).glob("*")), uncommitted_groups(cache)
     if foreign := foreign_records(cache):
         names = ", ".join(foreign[:8])
         logger.warning("%s/%s: %s: not records of this cache; ignored", cache, RECORDS, names)
-    storage.delete_trees(*(f"{GROUP}/{name}" for name in groups))
+    if groups:
+        require_lease(cache)
+        storage.delete_trees(*(f"{GROUP}/{name}" for name in groups))
     for leftover in (*wip, *(place / PLANS).glob("*.wip")):
         remove_tree(leftover)
     storage.remove_partials(None, RECORDS, GENERATIONS, CALIBRATIONS, TARGET, GROUP)
@@ -112,15 +163,22 @@ def read_record(cache: Location, spec: CaptureSpec, shard_id: str) -> tuple[Shar
 
 
 def publish(
-    cache: Location, spec: CaptureSpec, *, max_quarantined_fraction: float | None = None
+    cache: Location,
+    spec: CaptureSpec,
+    *,
+    required: Iterable[str] = (),
+    max_quarantined_fraction: float | None = None,
 ) -> Manifest:
     """Publish every committed shard as a new generation, or return the one that already does.
 
     Retired shards are not in it; they and the generations that name one are deleted afterwards.
 
+    Args:
+        required: shards that must be in it.
+
     Raises:
-        CaptureError: more samples are quarantined than `max_quarantined_fraction` allows; nothing
-            is published.
+        CaptureError: a required shard is not committed, or more samples are quarantined than
+            `max_quarantined_fraction` allows; nothing is published.
         CacheLockedError: another builder took over, or published in between.
         CacheError: a committed shard is damaged.
     """
@@ -128,7 +186,13 @@ def publish(
     storage = open_storage(cache)
     versions = {MANIFEST: storage.version(MANIFEST)}
     records, digests = {}, {}
-    for shard_id in sorted(committed_shards(cache)):
+    committed = committed_shards(cache)
+    if missing := sorted(set(required) - committed):
+        raise CaptureError(
+            f"{cache}: {count(len(missing), 'shard')} that should be committed have no record "
+            f"({', '.join(missing[:8])}): nothing is published. Run the same command again."
+        )
+    for shard_id in sorted(committed):
         records[shard_id], digests[shard_id] = read_record(cache, spec, shard_id)
     try:
         previous = read_manifest(storage)

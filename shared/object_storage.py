@@ -160,9 +160,12 @@ class ObjectStorage:
 
     def put_tree(self, directory: Path, key: str) -> None:
         files = [path for path in sorted(directory.rglob("*")) if path.is_file()]
-        keys = [f"{key}/{path.relative_to(directory).as_posix()}" for path in files]
+        names = [path.relative_to(directory).as_posix() for path in files]
+        # Over what is there, not after deleting it: another worker may have put it there.
+        others = self.sizes(key).keys() - names
         with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(self.put_file, files, keys))
+            list(pool.map(self.put_file, files, [f"{key}/{name}" for name in names]))
+        self.delete(*(f"{key}/{name}" for name in sorted(others)))
         remove_tree(directory)
 
     def delete(self, *keys: str) -> None:

@@ -103,6 +103,13 @@ def test_both_storages_keep_the_same_promises(storage: Storage, tmp_path: Path) 
     assert not finished.exists()
     assert storage.sizes("a/tree") == {"c/d": 10, "empty": 0}
     assert storage.names("a/tree") == ["c", "empty"]
+    (tmp_path / "machine" / "again" / "c").mkdir(parents=True)
+    (tmp_path / "machine" / "again" / "c" / "d").write_bytes(b"9876543210")
+    storage.put_tree(tmp_path / "machine" / "again", "a/tree")
+    assert storage.sizes("a/tree") == {"c/d": 10}
+    assert storage.read("a/tree/c/d") == b"9876543210"
+    storage.put("a/tree/c/d", b"0123456789")
+    storage.put("a/tree/empty", b"")
     assert storage.exists("a/tree/c/d")
     assert not storage.exists("a/tree/c")
     assert storage.read("a/tree/empty") == b""
@@ -382,9 +389,9 @@ def test_a_builder_that_lost_its_lock_commits_nothing(
 
     original = capture.commit_shard
 
-    def commit_late(cache: Location, *rest: Any) -> None:
+    def commit_late(cache: Location, *rest: Any, **named: Any) -> Any:
         open_storage(cache).put("builder.lock", b'{"owner": "another", "holder": "another"}')
-        original(cache, *rest)
+        return original(cache, *rest, **named)
 
     monkeypatch.setattr(capture, "commit_shard", commit_late)
     with pytest.raises(CacheLockedError, match="another builder took over"):
@@ -392,6 +399,55 @@ def test_a_builder_that_lost_its_lock_commits_nothing(
     assert committed_shards(url) == set()
     assert uncommitted_groups(url) == []
     assert open_storage(url).exists("builder.lock")  # the other's
+
+
+@pytest.mark.parametrize("when", ["before it looks", "after its upload"])
+def test_a_builder_that_slept_undoes_nothing_of_the_one_that_took_over(
+    fewer: MakeBuild,
+    undisturbed: dict[str, str],
+    url: S3Url,
+    tmp_path: Path,
+    monkeypatch: Any,
+    when: str,
+) -> None:
+    """Suspended within a commit; the other one commits the same shard and publishes meanwhile."""
+    from cache_builder import commit
+
+    monkeypatch.setattr(lease, "BEAT_SECONDS", 1000.0)
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 0.5)
+    monkeypatch.setattr(lease, "_POLL_SECONDS", 0.1)
+    require, put_tree = commit.require_lease, object_storage.ObjectStorage.put_tree
+    others: list[Any] = []
+
+    def sleep() -> None:
+        if not others:
+            others.append(None)
+            build(fewer(replace(url, scratch=tmp_path / "another")))
+            others.append(Cache(url).manifest)
+
+    def looked(cache: Location) -> None:
+        require(cache)
+        if (
+            when == "before it looks"
+            and cache == url
+            and sys._getframe(1).f_code.co_name == ("commit_shard")
+        ):
+            sleep()
+
+    def uploaded(self: Any, directory: Path, key: str) -> None:
+        if len(others) > 1:
+            raise StorageError("the sleeper's machine dies")
+        put_tree(self, directory, key)
+        if when == "after its upload":
+            sleep()
+
+    monkeypatch.setattr(commit, "require_lease", looked)
+    monkeypatch.setattr(object_storage.ObjectStorage, "put_tree", uploaded)
+    with pytest.raises(CacheLockedError, match="another builder took over"):
+        build(fewer(url))
+    assert others[1:] == [Cache(url).manifest]
+    assert digests(url) == undisturbed
+    assert verify_cache(url, deep=True) == []
 
 
 @pytest.mark.parametrize("key", [MANIFEST, generation_key(2, "index.safetensors")])

@@ -128,7 +128,10 @@ def import_states(config: ImportConfig) -> ImportReport:
             check, prepared = _check_and_prepare(job, plan, prepared)
             _write(job, plan, todo, prepared)
         manifest = publish(
-            job.cache, job.spec, max_quarantined_fraction=config.max_quarantined_fraction
+            job.cache,
+            job.spec,
+            required=done.union(plan.shard_ids),
+            max_quarantined_fraction=config.max_quarantined_fraction,
         )
     Cache(job.cache)  # a reader must be able to open what was published
     return ImportReport(

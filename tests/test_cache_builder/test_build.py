@@ -33,7 +33,7 @@ from shared.errors import (
     DraftCacheError,
     TargetError,
 )
-from shared.layout import MANIFEST, RECORDS
+from shared.layout import MANIFEST, RECORDS, record_key
 from tests.conftest import conversations, write_jsonl
 from tests.test_cache_builder.stored import Killer, assert_clean
 
@@ -238,6 +238,29 @@ def test_killed_at_any_rename_before_there_is_a_cache_the_build_goes_on(
         build(config)
         assert digests(config.cache.path) == undisturbed
         assert_clean(config.cache.path)
+
+
+def test_nothing_is_published_without_a_shard_that_was_planned(
+    many_shards: MakeBuild, undisturbed: dict[str, str], tmp_path: Path
+) -> None:
+    """As if something had taken its record away after the commit."""
+    from cache_builder import build as building
+
+    cache = tmp_path / "cache"
+    original = building.capture_shards
+
+    def one_too_few(*arguments: object) -> None:
+        original(*arguments)  # type: ignore[arg-type]  # passed through
+        (cache / record_key("0001-00001")).unlink()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(building, "capture_shards", one_too_few)
+        with pytest.raises(CaptureError, match=r"1 shard that should be .* \(0001-00001\)"):
+            build(many_shards(cache))
+    assert not (cache / MANIFEST).exists()
+    build(many_shards(cache))
+    assert digests(cache) == undisturbed
+    assert_clean(cache)
 
 
 def test_a_killed_worker_costs_no_shard(
