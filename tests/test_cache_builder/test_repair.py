@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache_builder import build as building
+from cache_builder import planning
 from cache_builder.build import build
 from cache_builder.commit import publish
 from cache_builder.config import BuildConfig, TargetConfig
@@ -24,7 +25,7 @@ from cache_builder.repair import repair
 from cache_builder.target import Target
 from cache_builder.verify import verify_cache, verify_unpublished
 from shared.cache import Cache
-from shared.errors import CacheError, CaptureError, DraftCacheError
+from shared.errors import CacheError, CaptureError, DataError, DraftCacheError
 from shared.files import canonical_json, sha256_bytes
 from shared.layout import DESCRIPTION, HEAD, MANIFEST, PLANS, generation_key, record_key
 from shared.shard import GROUP, STATES_OBJECT
@@ -272,6 +273,35 @@ def test_quarantined_samples_are_captured_again_when_told_to_and_count_once(
     assert len(Cache(cache).index) == 52
     assert build(larger, retry_quarantined=True).num_new_shards == 0
     assert verify_cache(cache, deep=True) == []
+
+
+def test_a_retry_reads_the_data_with_the_checks_of_any_build(
+    tiny_build: MakeBuild,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    poison = Poison(monkeypatch)
+    poison.length = 58
+    rows = [*conversations(range(32)), {"messages": [{"role": "user", "content": "q"}]}]
+    data = write_jsonl(tmp_path / "data.jsonl", rows)
+    config = tiny_build(tmp_path / "cache", data=[data])
+    build(allowing(config, 0.5))
+    poison.length = 0
+    original = planning.digest_file
+
+    def grown(file: Path) -> str:
+        digest = original(file)
+        write_jsonl(file, [*rows, *conversations(range(60, 61))])
+        return digest
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "digest_file", grown)
+        with pytest.raises(DataError, match=r"data\.jsonl: changed while it was read"):
+            build(config, retry_quarantined=True)
+    caplog.clear()
+    assert len(build(config, retry_quarantined=True).plan) == 2
+    assert "every dropped row is listed in" in caplog.text
 
 
 def test_repair_publishes_no_more_unusable_samples_than_a_build(
