@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
+
 from cache_builder.lease import require_lease
 from cache_builder.quarantine import quarantined_samples
 from cache_builder.retirement import (
@@ -38,6 +40,9 @@ from shared.spec import CaptureSpec
 from shared.storage import Storage, open_storage
 
 logger = logging.getLogger(__name__)
+
+_COMPARED_ROWS = 1 << 20
+"""Of an index, at a time: the bound on memory."""
 
 
 def commit_shard(
@@ -203,8 +208,7 @@ def publish(
         and previous.records == digests
         and (index := _intact_index(storage, records, spec, previous)) is not None
     ):
-        stored = {row.tobytes() for row in index.sample_ids}
-        _require_usable(cache, records, stored, max_quarantined_fraction)
+        _require_usable(cache, records, index, max_quarantined_fraction)
         remove_retired(cache, previous)
         return previous
     generation = previous.generation + 1 if previous is not None else 1
@@ -216,8 +220,7 @@ def publish(
         sources += [tag for tag in record.sources if tag not in sources]
     require_countable(sources, str(cache))
     index = build_index(storage, records, spec, sources)
-    stored = {row.tobytes() for row in index.sample_ids}
-    _require_usable(cache, records, stored, max_quarantined_fraction)
+    _require_usable(cache, records, index, max_quarantined_fraction)
     data = index.to_bytes()
     manifest = Manifest(
         generation=generation,
@@ -231,7 +234,7 @@ def publish(
             num_tokens=sum(record.num_tokens for record in records.values()),
             num_supervised=sum(record.num_supervised for record in records.values()),
             stored_bytes=sum(record.stored_bytes for record in records.values()),
-            quarantined=len(quarantined_samples(records.values(), stored)),
+            quarantined=len(_quarantined(records, index)),
         ),
     )
     storage.put_over(index_key, data, versions[index_key])
@@ -279,13 +282,26 @@ def _intact_index(
         return index
 
 
+def _quarantined(records: Mapping[str, ShardRecord], index: SampleIndex) -> dict[str, str]:
+    """As `quarantined_samples`. Only ids that some record names are looked for in the index: a set
+    of all that it has would take 120 bytes each."""
+    named = {i for record in records.values() for i in map(bytes.fromhex, record.quarantined)}
+    stored: set[bytes] = set()
+    if named:
+        for start in range(0, len(index), _COMPARED_ROWS):
+            ids = np.ascontiguousarray(index.sample_ids[start : start + _COMPARED_ROWS])
+            found = np.isin(ids.view("S16").ravel(), np.array(sorted(named), "S16"))
+            stored.update(row.tobytes() for row in ids[found])
+    return quarantined_samples(records.values(), stored)
+
+
 def _require_usable(
-    cache: Location, records: Mapping[str, ShardRecord], stored: set[bytes], fraction: float | None
+    cache: Location, records: Mapping[str, ShardRecord], index: SampleIndex, fraction: float | None
 ) -> None:
     if fraction is None:
         return
-    quarantined = quarantined_samples(records.values(), stored)
-    total = len(stored) + len(quarantined)
+    quarantined = _quarantined(records, index)
+    total = len(index) + len(quarantined)
     if len(quarantined) > fraction * total:
         examples = "; ".join(f"{key}: {why}" for key, why in list(quarantined.items())[:8])
         raise CaptureError(

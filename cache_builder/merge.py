@@ -118,12 +118,9 @@ def _select(cache: Cache, others: Sequence[Cache]) -> tuple[list[Selection], int
     known = stored_samples(cache.path).ids
     selections, num_seen = [], 0
     for other in others:
-        ids = map(bytes, other.index.sample_ids)
-        wanted = {sample_id for sample_id in ids if sample_id not in known}
-        known.update(wanted)
         num_seen += len(other.index)
         for shard_id in other.shard_ids:
-            selection = select(other.storage, other.record(shard_id), other.spec, wanted)
+            selection = select(other.storage, other.record(shard_id), other.spec, known.add)
             if len(selection.rows):
                 selections.append(selection)
     return selections, num_seen - sum(len(selection.rows) for selection in selections)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from cache_builder.commit import committed_shards, discard_uncommitted, publish, read_record
 from cache_builder.config import BuildConfig
 from cache_builder.description import create_directories, describe_capture
+from cache_builder.id_set import IdSet
 from cache_builder.lock import builder_lock
 from cache_builder.planning import open_corpus
 from cache_builder.report import CHOSEN_DROPS
@@ -95,9 +96,10 @@ def prune(
 
 def _wanted_samples(
     config: BuildConfig, spec: CaptureSpec, template: ChatTemplate, *, ignore_bad_rows: bool
-) -> set[bytes]:
+) -> IdSet:
     corpus = open_corpus(config, spec.target.vocab_size, template)
-    wanted = {bytes.fromhex(sample.sample_id) for sample in tracked(corpus, "tokenize", "sample")}
+    samples = tracked(corpus, "tokenize", "sample")
+    wanted = IdSet(bytes.fromhex(sample.sample_id) for sample in samples)
     for line in [corpus.report.describe(), *corpus.report.describe_drops()]:
         logger.info("%s", line)
     bad = [
@@ -114,11 +116,15 @@ def _wanted_samples(
     return wanted
 
 
-def _select(path: Location, spec: CaptureSpec, wanted: set[bytes]) -> list[Selection]:
-    storage, left = open_storage(path), set(wanted)
+def _select(path: Location, spec: CaptureSpec, wanted: IdSet) -> list[Selection]:
+    storage, taken = open_storage(path), IdSet()
     selections = []
+
+    def takes(sample_id: bytes) -> bool:
+        return sample_id in wanted and taken.add(sample_id)  # no sample twice
+
     for shard_id in sorted(committed_shards(path)):
-        selection = select(storage, read_record(path, spec, shard_id)[0], spec, left)
+        selection = select(storage, read_record(path, spec, shard_id)[0], spec, takes)
         still = {
             sample_id: reason
             for sample_id, reason in selection.quarantined.items()

@@ -1,7 +1,7 @@
 """Which stored samples a command keeps or adds, and the plan of the shards they become."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -59,20 +59,16 @@ class Selection:
 
 
 def select(
-    storage: Storage, record: ShardRecord, spec: CaptureSpec, wanted: set[bytes]
+    storage: Storage, record: ShardRecord, spec: CaptureSpec, takes: Callable[[bytes], bool]
 ) -> Selection:
-    """The samples of a shard that are in `wanted`. They are taken out of it: no sample twice.
+    """The samples of a shard that `takes` wants, asked for each id once.
 
     Raises:
         ShardCorruptError: the shard is damaged.
     """
     arrays = ShardReader(storage, record, spec).arrays
-    rows = []
-    for row, sample_id in enumerate(map(bytes, arrays["sample_ids"])):
-        if sample_id in wanted:
-            wanted.remove(sample_id)
-            rows.append(row)
-    chosen = np.array(rows, np.int64)
+    ids = map(bytes, arrays["sample_ids"])
+    chosen = np.array([row for row, i in enumerate(ids) if takes(i)], np.int64)
     num_tokens = int(np.diff(arrays["sample_offsets"])[chosen].sum())
     return Selection(storage, record, chosen, num_tokens, dict(record.quarantined))
 
