@@ -117,11 +117,31 @@ def _beat(storage: Storage, holder: _Holder, version: str, stop: threading.Event
     while not stop.wait(BEAT_SECONDS):
         try:
             version = storage.put_over(LEASE, holder.text(), version)
-        except CacheLockedError as error:
-            logger.error("%s The next commit is refused.", error)
+        except ShardCorruptError:  # deleted, by somebody who wants this builder to end
+            logger.error("%s/%s: deleted. The next commit is refused.", storage, LEASE)
             return
+        except CacheLockedError as error:
+            # Or by a put of ours that was called failed: its answer was lost on its way.
+            try:
+                own = _own_version(storage, holder)
+            except StorageError as fault:
+                logger.warning("%s", fault)
+                continue
+            if own is None:
+                logger.error("%s The next commit is refused.", error)
+                return
+            version = own
         except StorageError as error:
             logger.warning("%s", error)
+
+
+def _own_version(storage: Storage, holder: _Holder) -> str | None:
+    """The version of the lock, if it still is the holder's."""
+    version = storage.version(LEASE)  # before its content: replaced in between, no put succeeds
+    with suppress(ShardCorruptError):
+        if version is not None and _read_owner(storage) == holder.owner:
+            return version
+    return None
 
 
 def _read_owner(storage: Storage) -> str | None:

@@ -401,6 +401,44 @@ def test_a_builder_that_lost_its_lock_commits_nothing(
     assert open_storage(url).exists("builder.lock")  # the other's
 
 
+def test_a_lock_is_kept_whose_heartbeat_was_written_but_called_failed(
+    url: S3Url, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(lease, "BEAT_SECONDS", 0.05)
+    put_over = object_storage.ObjectStorage.put_over
+    beats: list[str] = []
+
+    def answer_lost(self: Any, key: str, data: bytes, version: str | None) -> str:
+        done = put_over(self, key, data, version)
+        beats.append(done)
+        if len(beats) == 2:
+            raise StorageError("timed out")
+        return done
+
+    monkeypatch.setattr(object_storage.ObjectStorage, "put_over", answer_lost)
+    with builder_lock(url):
+        deadline = time.monotonic() + 20
+        while len(beats) < 5 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        lease.require_lease(url)
+    assert len(set(beats)) >= 5
+
+
+def test_a_lock_that_is_deleted_ends_its_heartbeat_and_is_said(
+    url: S3Url, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lease, "BEAT_SECONDS", 0.05)
+    with builder_lock(url):
+        open_storage(url).delete(lease.LEASE)
+        deadline = time.monotonic() + 20
+        while "next commit is refused" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.05)
+        with pytest.raises(CacheLockedError, match="was deleted"):
+            lease.require_lease(url)
+        assert not open_storage(url).exists(lease.LEASE)
+    assert "next commit is refused" in caplog.text
+
+
 @pytest.mark.parametrize("when", ["before it looks", "after its upload"])
 def test_a_builder_that_slept_undoes_nothing_of_the_one_that_took_over(
     fewer: MakeBuild,
