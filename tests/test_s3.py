@@ -439,6 +439,33 @@ def test_a_lock_that_is_deleted_ends_its_heartbeat_and_is_said(
     assert "next commit is refused" in caplog.text
 
 
+@pytest.mark.parametrize("other", ["host", "boot"])
+def test_machines_with_one_home_directory_are_two_builders(
+    url: S3Url, tmp_path: Path, monkeypatch: Any, other: str
+) -> None:
+    """Where each keeps its file locks for itself, as some shared file systems do."""
+    from cache_builder import lock
+
+    monkeypatch.setattr(lock, "try_lock", lambda *arguments: True)
+    monkeypatch.setattr(lease, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(lease, "_POLL_SECONDS", 0.2)
+    with builder_lock(url):
+        ours = lease.lease_owner(url)
+        with pytest.MonkeyPatch.context() as there:
+            if other == "host":
+                names = list(os.uname())
+                there.setattr(os, "uname", lambda: os.uname_result((names[0], "b", *names[2:])))
+            else:
+                (tmp_path / "boot").write_text("of another start\n")
+                there.setattr(lease, "_BOOT_ID", tmp_path / "boot")
+            assert lease.lease_owner(url) != ours
+            with pytest.raises(CacheLockedError, match="another builder is at work"):
+                lease._take(open_storage(url), lease._Holder(lease.lease_owner(url)))
+            with pytest.raises(CacheLockedError, match="took over"):
+                lease.require_lease(url)
+        lease.require_lease(url)
+
+
 @pytest.mark.parametrize("when", ["before it looks", "after its upload"])
 def test_a_builder_that_slept_undoes_nothing_of_the_one_that_took_over(
     fewer: MakeBuild,
