@@ -14,7 +14,7 @@ from cache_builder.corpus import TokenizedSample
 from cache_builder.plan import Plan, next_plan_id
 from cache_builder.plan_writer import PlanWriter
 from cache_builder.retirement import retired_shards
-from cache_builder.stored_plans import readable_plans, share_plan
+from cache_builder.stored_plans import readable_plan, share_plan
 from cache_builder.workspace import workspace
 from shared.errors import CacheError, ShardCorruptError
 from shared.layout import PLANS
@@ -165,10 +165,10 @@ def _open_plans(selections: Sequence[Selection], stack: ExitStack) -> dict[_Plan
     """The plans that captured the shards, until `stack` closes; without those that are damaged."""
     plans = {}
     for location in dict.fromkeys(selection.storage.location for selection in selections):
-        directory = stack.enter_context(readable_plans(location))
         for plan_id in sorted({key[1] for key in map(_plan_of, selections) if key[0] == location}):
             try:
-                plans[location, plan_id] = Plan(directory / plan_id)
+                directory = stack.enter_context(readable_plan(location, plan_id))
+                plans[location, plan_id] = Plan(directory)
             except CacheError as error:
                 logger.warning("%s Its samples are kept without file and row.", error)
     return plans

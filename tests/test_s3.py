@@ -466,6 +466,35 @@ def test_machines_with_one_home_directory_are_two_builders(
         lease.require_lease(url)
 
 
+def test_only_the_plans_that_are_asked_for_are_copied(
+    fewer: MakeBuild, url: S3Url, tiny_data: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    from cache_builder import stored_plans
+
+    few = write_jsonl(tmp_path / "few.jsonl", conversations(range(4)))
+    more = write_jsonl(tmp_path / "more.jsonl", conversations(range(100, 104)))
+    config = fewer(url, data=[few])
+    build(config)
+    build(fewer(url, data=[few, more]))
+    prune(config)  # of the shards that are left, none is of the second plan
+    into = tmp_path / "into"
+    build(fewer(into, data=[more]))
+    copied: list[tuple[str, int]] = []
+    fetch = stored_plans.fetch_plan
+
+    def counted(storage: Storage, plan_id: str, place: Path) -> Path:
+        directory = fetch(storage, plan_id, place)
+        copied.append((plan_id, len(list(place.iterdir()))))
+        return directory
+
+    monkeypatch.setattr(stored_plans, "fetch_plan", counted)
+    assert merge(into, [url]).num_samples == 4
+    assert copied == [("0001", 1)]
+    copied.clear()
+    assert verify_cache(url, deep=False) == []
+    assert copied == [("0001", 1), ("0002", 1), ("0003", 1)]
+
+
 @pytest.mark.parametrize("when", ["before it looks", "after its upload"])
 def test_a_builder_that_slept_undoes_nothing_of_the_one_that_took_over(
     fewer: MakeBuild,
