@@ -615,6 +615,35 @@ def test_faults_of_the_place_are_one_line(
     object_storage._connect.cache_clear()
 
 
+def test_a_large_conditional_put_may_take_as_long_as_it_is_large(
+    url: S3Url, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index of a generation is one request: it must not end at the time of a small one."""
+
+    class Slow(http.server.BaseHTTPRequestHandler):
+        def do_PUT(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            time.sleep(1.5)
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.send_header("ETag", '"1"')
+            self.end_headers()
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            pass
+
+    monkeypatch.setattr(object_storage, "_TIMEOUT_SECONDS", 1)
+    monkeypatch.setattr(object_storage, "_SLOWEST_BYTES_PER_SECOND", 1000)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow) as slow:
+        threading.Thread(target=slow.serve_forever, daemon=True).start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{slow.server_port}")
+        storage = open_storage(url)
+        with pytest.raises(StorageError, match="cannot put"):
+            storage.put_over("index", bytes(1000), None)
+        assert storage.put_over("index", bytes(10_000), None) == '"1"'
+        slow.shutdown()
+
+
 @pytest.fixture
 def unsteady(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """A server that answers with the status codes of a list, then with 200."""
