@@ -268,7 +268,7 @@ def test_a_damaged_shard_that_is_on_its_way_out_needs_no_repair(
 ) -> None:
     case = make_case()
 
-    def stopped(*arguments: object) -> None:
+    def stopped(*arguments: object, **named: object) -> None:
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
