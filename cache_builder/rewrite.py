@@ -43,8 +43,7 @@ def write_selection(
         record = _copy_files(selection, wip, shard_id)
     else:
         record = _copy_samples(selection, wip, spec, plan, shard_id)
-    commit_shard(cache, record)
-    return record
+    return commit_shard(cache, record)
 
 
 def _copy_samples(

@@ -88,8 +88,7 @@ class ShardImport:
             )
         finally:
             writer.close()
-        commit_shard(self.cache, record)
-        return record
+        return commit_shard(self.cache, record)
 
     def _samples(self, shard_id: str) -> Iterator[tuple[PlannedSample, Tensor]]:
         """The samples of a shard and their states, the next ones read meanwhile."""
