@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -100,6 +101,19 @@ def test_answers_are_the_greedy_text_of_each_prompt_alone(
         assert row["id"].startswith("row-")
     assert sum(report.finish_reasons.values()) == 7
     assert report.num_new_tokens == sum(sum(row["loss_mask"]) for row in rows)
+
+
+def test_defaults_of_the_target_change_no_answer(
+    generator: LocalGenerator, template: ChatTemplate, tiny_target: Path, tmp_path: Path
+) -> None:
+    other = shutil.copytree(tiny_target, tmp_path / "target")
+    defaults = {"repetition_penalty": 5.0, "no_repeat_ngram_size": 1, "suppress_tokens": [70]}
+    (other / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, **defaults}))
+    inclined = LocalGenerator(other, TargetConfig(path=str(other), dtype=FLOAT32))
+    questions = [parse(row["messages"]).messages[:1] for row in conversations(range(3))]
+    asked = [template.prompt_ids(question).tolist() for question in questions]
+    for sampling in (SAMPLING, Sampling(max_new_tokens=12, temperature=1.0)):
+        assert inclined.generate(asked, sampling) == generator.generate(asked, sampling)
 
 
 def test_a_cache_of_the_answers_holds_exactly_the_generated_ids(
