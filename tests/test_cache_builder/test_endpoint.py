@@ -62,9 +62,9 @@ def through(
     return read(out), report
 
 
-def ask(server: Server, data: Path, out: Path, **settings: Any) -> tuple[Rows, RegenerateReport]:
+def endpoint_config(url: str, **settings: Any) -> EndpointConfig:
     given: dict[str, Any] = {
-        "url": server.url,
+        "url": url,
         "model": MODEL,
         "concurrency": 4,
         "is_chat": False,
@@ -73,7 +73,11 @@ def ask(server: Server, data: Path, out: Path, **settings: Any) -> tuple[Rows, R
         "num_retries": 2,
         "backoff_seconds": 0.01,
     }
-    config = EndpointConfig(**given | settings)
+    return EndpointConfig(**given | settings)
+
+
+def ask(server: Server, data: Path, out: Path, **settings: Any) -> tuple[Rows, RegenerateReport]:
+    config = endpoint_config(server.url, **settings)
     with Dispatcher(Endpoint(config, eos_ids=frozenset({2}))) as dispatcher:
         by = dispatcher.describe()
         return through(dispatcher, server.template, data, out, generated_by=by)
@@ -449,6 +453,45 @@ def test_the_command_takes_its_key_from_the_environment_and_shows_it_nowhere(
         "top_p": 1.0,
         "seed": 0,
     }
+
+
+@pytest.mark.parametrize("key", ["sk-secret\n", " sk-secret\r\n", "sk-secret"])
+def test_white_space_around_the_key_is_not_sent(server: Server, key: str) -> None:
+    server.key = "sk-secret"
+    endpoint = Endpoint(endpoint_config(server.url), eos_ids=frozenset({2}), api_key=key)
+    with Dispatcher(endpoint) as dispatcher:
+        assert dispatcher.describe() == "tiny@vllm/completions"
+
+
+@pytest.mark.parametrize("key", ["sk-secret\nmore", "sk-secr\u00e9t", "sk-secret\x7f", "sk\ud800"])
+def test_a_key_that_no_header_holds_is_refused_unseen(key: str) -> None:
+    with pytest.raises(EndpointError, match=r"OPENAI_API_KEY.*printable ASCII") as caught:
+        Endpoint(endpoint_config("http://localhost:1/v1"), eos_ids=frozenset({2}), api_key=key)
+    assert "sk" not in str(caught.value)
+
+
+def test_a_key_that_the_server_sends_back_out_of_protocol_is_not_shown(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def echo() -> None:
+            for _ in range(2):
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(65536)
+                    connection.sendall(b"you said sk-secret\r\n\r\n")
+
+        threading.Thread(target=echo, daemon=True).start()
+        config = endpoint_config(f"http://127.0.0.1:{listener.getsockname()[1]}/v1", num_retries=1)
+        endpoint = Endpoint(config, eos_ids=frozenset({2}), api_key="sk-secret")
+        with (
+            Dispatcher(endpoint) as dispatcher,
+            pytest.raises(EndpointError, match=r"connection .*you said \*\*\*.*asked 2 times"),
+        ):
+            dispatcher.describe()
+    assert "asked again" in caplog.text
+    assert "secret" not in caplog.text
 
 
 @pytest.mark.parametrize(
