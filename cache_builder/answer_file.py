@@ -79,10 +79,7 @@ class AnswerFile:
         Raises:
             OutOfSpaceError: the disk is full.
         """
-        data = b"".join(
-            json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
-            for row in rows
-        )
+        data = b"".join(map(_line, rows))
         if not data:
             return
         with writing(self.path):
@@ -113,3 +110,9 @@ class AnswerFile:
                 self._keys.add(key)
                 size += len(line)
         return size
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    """One line of UTF-8. Half of a surrogate pair, which that cannot hold, stays a JSON escape."""
+    text = json.dumps(row, ensure_ascii=False, separators=(",", ":"))
+    return text.encode(errors="backslashreplace") + b"\n"

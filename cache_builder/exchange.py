@@ -23,7 +23,9 @@ class Prompt:
     place: str
     """`file:line`."""
 
-    row: dict[str, Any]
+    carried: dict[str, Any]
+    """Fields of the row that are written as they are, JSON values."""
+
     conversation: Conversation
     first_ids: tuple[int, ...]
     """Ids up to the first answer."""

@@ -24,15 +24,6 @@ from cache_builder.record import parse_record
 from cache_builder.sources import find_files
 from cache_builder.template import ChatTemplate, MaskedTokens, message_fields
 
-REPLACED_KEYS = frozenset(
-    {
-        *("messages", "conversations", "prompt", "response", "text", "system", "tools"),
-        *("input_ids", "loss_mask", "finished", "finish_reason", "answered_by", "generated_by"),
-        *("sampling", "chat_template_kwargs"),
-    }
-)
-"""Keys of a row that are written anew. Every other key is carried over."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -199,9 +190,8 @@ def _row(
     report: RegenerateReport,
 ) -> dict[str, Any]:
     prompt = exchange.prompt
-    row = {key: value for key, value in prompt.row.items() if key not in REPLACED_KEYS}
     reason = exchange.answers[-1].finish_reason
-    row |= {KEY: prompt.key.hex(), **origin, "finish_reason": reason}
+    row = {**prompt.carried, KEY: prompt.key.hex(), **origin, "finish_reason": reason}
     if prompt.conversation.tools:
         row["tools"] = list(prompt.conversation.tools)
     if template.arguments:

@@ -1,5 +1,6 @@
 """Regenerated answers are the target's own, whatever the batch and the interruptions."""
 
+import datetime
 import json
 import os
 import shutil
@@ -7,9 +8,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pyarrow as arrow
+import pyarrow.parquet as parquet
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -27,6 +31,7 @@ from cache_builder.tokens import load_template
 from shared.cache import Cache
 from shared.errors import DataError
 from tests.conftest import REPOSITORY, conversations, write_jsonl
+from tests.test_cache_builder.server import Hashing
 
 pytestmark = pytest.mark.slow
 
@@ -310,6 +315,54 @@ def test_rows_that_cannot_be_asked_are_counted_by_reason(
         DropReason.CONTROL_TOKEN: 1,
         "too_long": 1,
     }
+
+
+def test_other_columns_of_a_table_are_carried_over_as_json(
+    template: ChatTemplate, tmp_path: Path
+) -> None:
+    moment = datetime.datetime(2024, 5, 6, 7, 8, 9, tzinfo=datetime.UTC)
+    columns = {
+        "prompt": arrow.array(["hello"]),
+        "id": arrow.array([7]),
+        "time": arrow.array([moment], arrow.timestamp("us", "UTC")),
+        "day": arrow.array([moment.date()]),
+        "price": arrow.array([Decimal("1.50")]),
+        "image": arrow.array([{"bytes": b"\xff\x00", "path": None}]),
+        "seen": arrow.array([[(moment.date(), b"a")]], arrow.map_(arrow.date32(), arrow.binary())),
+    }
+    data = tmp_path / "p.parquet"
+    parquet.write_table(arrow.table(columns), data)
+    carried = {
+        "id": 7,
+        "time": "2024-05-06T07:08:09+00:00",
+        "day": "2024-05-06",
+        "price": "1.50",
+        "image": {"bytes": "/wA="},
+        "seen": {"2024-05-06": "YQ=="},
+    }
+    (row,), report = run(Hashing(), template, data, tmp_path / "o.jsonl")
+    assert report.num_answered == 1
+    assert {key: row.get(key) for key in carried} == carried
+    (again,), report = run(Hashing(), template, data, tmp_path / "o.jsonl")
+    assert (again, report.num_answered) == (row, 0)
+
+
+def test_half_of_a_surrogate_pair_is_carried_over(template: ChatTemplate, tmp_path: Path) -> None:
+    data = tmp_path / "p.jsonl"
+    data.write_text(r'{"prompt": "hello", "n\udc00te": "\ud800"}' + "\n")
+    (row,), _ = run(Hashing(), template, data, tmp_path / "o.jsonl")
+    assert row["n\udc00te"] == "\ud800"
+
+
+def test_a_field_that_is_nested_too_deeply_is_named_before_anything_is_asked(
+    template: ChatTemplate, tmp_path: Path
+) -> None:
+    deep = "[" * 900 + "]" * 900
+    data = tmp_path / "p.jsonl"
+    data.write_text(f'{{"prompt": "hello", "meta": {deep}}}\n{{"prompt": "well"}}\n')
+    rows, report = run(Hashing(), template, data, tmp_path / "o.jsonl")
+    assert [row["messages"][0]["content"] for row in rows] == ["well"]
+    assert report.prompts.dropped == {DropReason.BAD_FIELD: 1}
 
 
 def test_a_prompt_keeps_what_is_asked_and_drops_what_was_answered() -> None:
