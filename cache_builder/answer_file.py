@@ -97,7 +97,7 @@ class AnswerFile:
                 try:
                     row = json.loads(line)
                     key, found = bytes.fromhex(row[KEY]), {name: row[name] for name in ORIGIN}
-                except (ValueError, KeyError, TypeError):
+                except (ValueError, KeyError, TypeError, RecursionError):
                     raise DataError(
                         f"{self.path}:{number}: not a row that `cache-builder regenerate` wrote. "
                         "Give -o a file of its own."

@@ -130,7 +130,7 @@ class Endpoint:
         if status == 200:
             try:
                 body = response.json()
-            except ValueError:
+            except (ValueError, RecursionError):
                 body = None
             if isinstance(body, dict):
                 return body
@@ -154,7 +154,7 @@ class Endpoint:
             body = response.json()
             error = body.get("error", body)
             text = error.get("message", error) if isinstance(error, dict) else error
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError, RecursionError):
             text = response.text
         return self._without_key(" ".join(str(text).split()))[:200]
 

@@ -2,6 +2,7 @@
 
 import base64
 import datetime
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,9 +21,20 @@ def as_json(value: Any, name: str) -> Any:
     return _walk(value, name, _as_text, MAX_DEPTH)
 
 
+def require_json(value: Any, name: str) -> None:
+    """Refuse what a template or a server cannot be given as JSON.
+
+    Raises:
+        RowRefusedError: naming what is in `name`.
+    """
+    _walk(value, name, _refuse, MAX_DEPTH)
+
+
 def _walk(value: Any, name: str, other: Callable[[Any, str], Any], depth: int) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or isinstance(value, bool | int | str):
         return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else other(value, name)
     if not depth:
         raise RowRefusedError(
             DropReason.BAD_FIELD, f"{name} must be nested at most {MAX_DEPTH} deep"
@@ -37,7 +49,14 @@ def _walk(value: Any, name: str, other: Callable[[Any, str], Any], depth: int) -
     return other(value, name)
 
 
-def _as_text(value: Any, name: str) -> str:
+def _refuse(value: Any, name: str) -> None:
+    found = value if isinstance(value, float) else f"a value of type {type(value).__name__}"
+    raise RowRefusedError(DropReason.BAD_FIELD, f"{name} must be JSON, found {found}")
+
+
+def _as_text(value: Any, name: str) -> Any:
+    if isinstance(value, float):
+        return value  # Python's JSON has NaN and infinities
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     if isinstance(value, datetime.date | datetime.time):

@@ -52,17 +52,30 @@ class EndpointConfig:
     """Before the first retry. It doubles from one to the next."""
 
     def __post_init__(self) -> None:
-        try:
-            parts = urlsplit(self.url)
-            is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:
-            is_url = False
-        if not is_url:
+        if not _is_url(self.url):
             raise ValueError(f"expected a URL such as http://host:8000/v1, got {self.url!r}")
+        parts = urlsplit(self.url)
         if parts.username or parts.password:
             raise ValueError("the URL must hold no password; set OPENAI_API_KEY instead")
         if self.timeout_seconds <= 0.0:
             raise ValueError(f"the timeout must be positive, got {self.timeout_seconds}")
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+    try:
+        import httpx
+    except ImportError:
+        return is_url  # an `Endpoint` says that it is missing
+    try:
+        httpx.URL(text)  # stricter about the host and its characters
+    except httpx.InvalidURL:
+        return False
+    return is_url
 
 
 def request_body(

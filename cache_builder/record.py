@@ -20,6 +20,7 @@ from cache_builder.conversation import (
     Pretokenized,
     RowRefusedError,
 )
+from cache_builder.json_values import require_json
 from shared.quantity import count
 
 ROLES = {
@@ -38,6 +39,9 @@ COMPLETE_REASONS = frozenset({"stop", "eos", "tool_calls", "function_call"})
 CUT_OFF_REASONS = frozenset({"length", "abort", "content_filter"})
 
 
+_TOO_DEEP = Drop(DropReason.BAD_FIELD, "a field is nested too deeply")
+
+
 def parse_record(record: object) -> Conversation | PlainText | Pretokenized | Drop:
     """The conversation, text or tokens of one JSON value, or why it cannot be used.
 
@@ -48,6 +52,8 @@ def parse_record(record: object) -> Conversation | PlainText | Pretokenized | Dr
         return _parse(record)
     except RowRefusedError as error:
         return error.drop
+    except RecursionError:
+        return _TOO_DEEP
 
 
 def _parse(record: object) -> Conversation | PlainText | Pretokenized:
@@ -83,6 +89,7 @@ def _parse(record: object) -> Conversation | PlainText | Pretokenized:
     arguments = present.get("chat_template_kwargs", {})
     if not isinstance(arguments, dict):
         raise RowRefusedError(DropReason.BAD_FIELD, "chat_template_kwargs must be an object")
+    require_json(arguments, "chat_template_kwargs")
     return Conversation(
         **carried, messages=messages, tools=tuple(_tools(present)), template_arguments=arguments
     )
@@ -97,6 +104,8 @@ def parse_prompt(record: object) -> Conversation | Drop:
         return _parse_prompt(record)
     except RowRefusedError as error:
         return error.drop
+    except RecursionError:
+        return _TOO_DEEP
 
 
 def _parse_prompt(record: object) -> Conversation:
@@ -219,13 +228,16 @@ def _tool_call(call: Any) -> dict[str, Any]:
     arguments = function.get("arguments", {})
     parsed = _from_json(arguments)
     function = {**function, "arguments": parsed if isinstance(parsed, dict) else arguments}
-    return {**call, "function": function} if "function" in call else function
+    result = {**call, "function": function} if "function" in call else function
+    require_json(result, "a tool call")
+    return result
 
 
 def _tools(record: dict[str, Any]) -> list[dict[str, Any]]:
     tools = _from_json(record.get("tools") or [])
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RowRefusedError(DropReason.BAD_FIELD, "tools must be a list of objects")
+    require_json(tools, "tools")
     return tools
 
 
@@ -267,6 +279,8 @@ def _from_json(value: Any) -> Any:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:
         return value
+    except RecursionError:
+        raise RowRefusedError(_TOO_DEEP.reason, _TOO_DEEP.detail) from None
 
 
 def _turns(record: dict[str, Any], key: str, role: str) -> list[Any]:

@@ -276,6 +276,27 @@ def test_a_server_that_dies_is_given_up_and_the_same_call_goes_on_later(
     assert without(found, "generated_by") == without(expected, "generated_by")
 
 
+def test_a_body_that_nests_too_deeply_fails_its_conversation_alone(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = server._send
+
+    def deeply(http: Any, status: int, body: dict[str, Any]) -> None:
+        if len(server.requests) != 2:
+            send(http, status, body)
+            return
+        data = b"[" * 100_000
+        http.send_response(200)
+        http.send_header("content-length", str(len(data)))
+        http.end_headers()
+        http.wfile.write(data)
+
+    monkeypatch.setattr(server, "_send", deeply)
+    data = write_jsonl(tmp_path / "p.jsonl", [{"id": n, "prompt": f"{n}?"} for n in range(3)])
+    found, report = ask(server, data, tmp_path / "o.jsonl", concurrency=1)
+    assert (sorted(found), report.num_failed) == ([0, 2], 1)
+
+
 def test_a_silent_server_times_out(server: Server, tmp_path: Path) -> None:
     def hang(number: int, request: dict[str, Any]) -> None:
         if "1 " in server.template.decode(request["prompt"]):
@@ -504,6 +525,8 @@ def test_a_key_that_the_server_sends_back_out_of_protocol_is_not_shown(
             "--name means nothing with --endpoint",
         ),
         (["--endpoint", "h:8000", "--model", "m"], "expected a URL such as"),
+        (["--endpoint", "http://999.1.1.1/v1", "--model", "m"], "expected a URL such as"),
+        (["--endpoint", "http://h\x7f/v1", "--model", "m"], "expected a URL such as"),
         (["--endpoint", "http://u:sk@h/v1", "--model", "m"], "must hold no password"),
     ],
 )
