@@ -23,11 +23,14 @@ from cache_builder.answer import locate_answer
 from cache_builder.control import ControlTokens
 from cache_builder.conversation import Conversation, Drop, DropReason, Message, RowRefusedError
 from cache_builder.encoding import Encoder
-from cache_builder.spans import Span, marked_spans, occurrence_spans, prefix_spans
+from cache_builder.spans import OPEN_THINK, Span, marked_spans, occurrence_spans, prefix_spans
 from shared.errors import TargetError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_TAIL_TOKENS = 32
+"""Enough for a think tag and the line breaks behind it, a byte each."""
 
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -142,6 +145,11 @@ class ChatTemplate:
         except RENDER_ERRORS as error:
             raise RowRefusedError(DropReason.TEMPLATE_REFUSED, _one_line(error)) from error
         return self._encoder.encode(text).ids.astype(np.int32)
+
+    def opened_thought(self, prompt_ids: Sequence[int]) -> str:
+        """The opening think tag that a prompt ends in. Empty: it ends in none."""
+        found = OPEN_THINK.search(self.decode(prompt_ids[-_TAIL_TOKENS:]))
+        return found.group() if found else ""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, special tokens and spaces as they are."""

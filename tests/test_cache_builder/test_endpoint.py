@@ -15,17 +15,20 @@ from transformers import AutoTokenizer
 from cache_builder.batches import Batches
 from cache_builder.cli import main
 from cache_builder.config import DataConfig, TargetConfig
+from cache_builder.conversation import Conversation, Message
 from cache_builder.dispatch import Dispatcher
 from cache_builder.endpoint import Endpoint
 from cache_builder.generation import LocalGenerator, Sampling
 from cache_builder.protocol import EndpointConfig
+from cache_builder.record import parse_record
 from cache_builder.regenerate import Answerer, RegenerateReport, regenerate, rows
 from cache_builder.target_config import load_config
-from cache_builder.template import ChatTemplate
+from cache_builder.template import ChatTemplate, MaskedTokens
 from cache_builder.tokens import end_token_ids, load_template
 from shared.errors import DataError, EndpointError
 from tests.conftest import CHATML, conversations, write_jsonl
 from tests.test_cache_builder.server import MODEL, Hashing, Server
+from tests.test_cache_builder.test_template import OPENED
 
 Rows = dict[Any, dict[str, Any]]
 SAMPLING = Sampling(max_new_tokens=12)
@@ -166,6 +169,76 @@ def test_without_ids_the_text_is_kept_alone_and_counted(
     assert ("text only, no ids", "6") in rows(report)
     new_tokens = sum(sum(row["loss_mask"]) for row in expected.values())
     assert report.num_new_tokens == new_tokens
+
+
+@pytest.fixture(scope="module")
+def opened(tiny_target: Path) -> ChatTemplate:
+    """Its generation prompt ends in an opening think tag."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_target)
+    tokenizer.chat_template = OPENED
+    return ChatTemplate(tokenizer, {})
+
+
+@pytest.mark.parametrize(
+    ("finish_reason", "said"),
+    [
+        ("length", "so it must"),
+        ("length", "so it must be</think>\n\nfour, but"),
+        ("stop", "so it must be\n</think>\n\nfour"),
+    ],
+)
+@pytest.mark.parametrize("dialect", ["bare", "vllm"])
+def test_the_text_of_an_answer_begins_with_the_tag_that_its_prompt_opened(
+    opened: ChatTemplate,
+    tiny_target: Path,
+    tmp_path: Path,
+    dialect: str,
+    finish_reason: str,
+    said: str,
+) -> None:
+    said_ids = AutoTokenizer.from_pretrained(tiny_target)(said).input_ids
+    said_ids += [2] * (finish_reason == "stop")
+
+    def change(choice: dict[str, Any]) -> None:
+        choice |= {"text": said, "finish_reason": finish_reason}
+        if "token_ids" in choice:
+            choice["token_ids"] = said_ids
+
+    data = write_jsonl(tmp_path / "p.jsonl", [{"id": 0, "prompt": "2+2?"}])
+    with Server(Hashing(), opened) as server:
+        server.dialect, server.change = dialect, change
+        found, _ = ask(server, data, tmp_path / "o.jsonl")
+    row = found[0]
+    assert row["messages"][1]["content"] == f"<think>\n{said}"
+    prompt = opened.prompt_ids([Message(role="user", content="2+2?")]).tolist()
+    assert row.get("input_ids", prompt + said_ids) == prompt + said_ids
+    conversation = parse_record({"messages": row["messages"], "finish_reason": finish_reason})
+    assert isinstance(conversation, Conversation)
+    tokens = opened.tokenize(conversation)
+    assert isinstance(tokens, MaskedTokens)
+    supervised = tokens.token_ids[tokens.loss_mask == 1].tolist()
+    if "be</think>" in said:  # the template writes line breaks of its own before the tag
+        assert supervised[-10:] == said_ids[-10:]
+    else:
+        assert tokens.token_ids.tolist()[: len(prompt + said_ids)] == prompt + said_ids
+        assert supervised == said_ids
+
+
+def test_a_chat_answer_that_was_cut_off_perhaps_within_its_thought_is_refused(
+    opened: ChatTemplate, tmp_path: Path
+) -> None:
+    said = iter(["so it must", "so</think>four", "4"])
+    data = write_jsonl(tmp_path / "p.jsonl", [{"id": n, "prompt": f"{n}?"} for n in range(3)])
+    with Server(Hashing(), opened) as server:
+        server.dialect = "bare"
+
+        def change(choice: dict[str, Any]) -> None:
+            choice["message"]["content"] = text = next(said)
+            choice["finish_reason"] = "stop" if text == "4" else "length"
+
+        server.change = change
+        found, report = ask(server, data, tmp_path / "o.jsonl", is_chat=True, concurrency=1)
+    assert (sorted(found), report.num_failed) == ([1, 2], 1)
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang", "bare"])
