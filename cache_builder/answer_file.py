@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from cache_builder.lock import try_lock
-from shared.errors import DataError
+from shared.errors import DataError, DraftCacheError
 from shared.files import writing
 
 KEY = "prompt_key"
@@ -62,7 +62,12 @@ class AnswerFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._file.close()
+        try:
+            with writing(self.path):
+                self._file.close()  # writes again what a full disk did not take
+        except DraftCacheError:
+            if error is None:
+                raise
 
     def take(self, key: bytes) -> bool:
         """Whether the file held a row of `key` when it was opened. True only once: the key is

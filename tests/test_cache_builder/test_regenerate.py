@@ -29,7 +29,7 @@ from cache_builder.regenerate import RegenerateReport, regenerate
 from cache_builder.template import ChatTemplate
 from cache_builder.tokens import load_template
 from shared.cache import Cache
-from shared.errors import DataError
+from shared.errors import DataError, OutOfSpaceError
 from tests.conftest import REPOSITORY, conversations, write_jsonl
 from tests.test_cache_builder.server import Hashing
 
@@ -383,6 +383,24 @@ def test_a_prompt_keeps_what_is_asked_and_drops_what_was_answered() -> None:
         ("assistant", ""),
     ]
     assert isinstance(parse_prompt({"messages": []}), Drop)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_is_one_line_and_keeps_what_was_written(tmp_path: Path) -> None:
+    out, origin = tmp_path / "out.jsonl", {"generated_by": "x", "sampling": {}}
+    row = {KEY: "00" * 16, **origin}
+
+    def fill_the_disk(full: int) -> None:
+        with AnswerFile(out, origin) as answers:
+            answers.append([row])
+            os.dup2(full, answers._file.fileno())
+            answers.append([row])
+
+    full = os.open("/dev/full", os.O_WRONLY)
+    with pytest.raises(OutOfSpaceError, match=r"out\.jsonl: no space left"):
+        fill_the_disk(full)
+    os.close(full)
+    assert json.loads(out.read_text()) == row
 
 
 def test_two_writers_of_one_file_are_refused(tmp_path: Path) -> None:
