@@ -14,8 +14,10 @@ from shared.files import writing
 
 KEY = "prompt_key"
 KEY_BYTES = 16
-ORIGIN = ("generated_by", "sampling")
-"""Fields that must be the same in every row of one file."""
+ORIGIN = ("generated_by", "sampling", "chat_template_kwargs", "rendered_by")
+"""Fields that must be the same in every row of one file, or absent from all. `rendered_by` may be
+absent all the same: versions before wrote none.
+"""
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +29,7 @@ class AnswerFile:
         """Open `path`, or create it. A last line that was cut by a kill is taken off.
 
         Args:
-            origin: value of each of `ORIGIN`.
+            origin: fields of `ORIGIN`.
 
         Raises:
             DataError: `path` holds something else, or rows of another origin, or another process
@@ -101,12 +103,15 @@ class AnswerFile:
                     break
                 try:
                     row = json.loads(line)
-                    key, found = bytes.fromhex(row[KEY]), {name: row[name] for name in ORIGIN}
+                    key = bytes.fromhex(row[KEY])
                 except (ValueError, KeyError, TypeError, RecursionError):
                     raise DataError(
                         f"{self.path}:{number}: not a row that `cache-builder regenerate` wrote. "
                         "Give -o a file of its own."
                     ) from None
+                found = {name: row[name] for name in ORIGIN if name in row}
+                if "rendered_by" in origin:
+                    found.setdefault("rendered_by", origin["rendered_by"])
                 if found != origin:
                     raise DataError(
                         f"{self.path}:{number}: answered by {found}, and these answers would be "

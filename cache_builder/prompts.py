@@ -20,7 +20,7 @@ REPLACED_KEYS = frozenset(
     {
         *("messages", "conversations", "prompt", "response", "text", "system", "tools"),
         *("input_ids", "loss_mask", "finished", "finish_reason", "answered_by", "generated_by"),
-        *("sampling", "chat_template_kwargs"),
+        *("sampling", "chat_template_kwargs", "rendered_by"),
     }
 )
 """Keys of a row that are written anew. Every other key is carried over."""

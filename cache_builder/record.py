@@ -67,6 +67,7 @@ def _parse(record: object) -> Conversation | PlainText | Pretokenized:
         "source": _text(present, "source"),
         "generated_by": _text(present, "generated_by") or _text(present, "answered_by") or None,
         "is_cut_off": is_cut_off,
+        "template_arguments": _template_arguments(present),
     }
     if "input_ids" in present:
         token_ids, loss_mask = _tokens(present)
@@ -86,13 +87,7 @@ def _parse(record: object) -> Conversation | PlainText | Pretokenized:
         )
     messages = _messages(present, turns)
     _check_answers(messages, is_cut_off)
-    arguments = present.get("chat_template_kwargs", {})
-    if not isinstance(arguments, dict):
-        raise RowRefusedError(DropReason.BAD_FIELD, "chat_template_kwargs must be an object")
-    require_json(arguments, "chat_template_kwargs")
-    return Conversation(
-        **carried, messages=messages, tools=tuple(_tools(present)), template_arguments=arguments
-    )
+    return Conversation(**carried, messages=messages, tools=tuple(_tools(present)))
 
 
 def parse_prompt(record: object) -> Conversation | Drop:
@@ -239,6 +234,14 @@ def _tools(record: dict[str, Any]) -> list[dict[str, Any]]:
         raise RowRefusedError(DropReason.BAD_FIELD, "tools must be a list of objects")
     require_json(tools, "tools")
     return tools
+
+
+def _template_arguments(record: dict[str, Any]) -> dict[str, Any]:
+    arguments = record.get("chat_template_kwargs", {})
+    if not isinstance(arguments, dict):
+        raise RowRefusedError(DropReason.BAD_FIELD, "chat_template_kwargs must be an object")
+    require_json(arguments, "chat_template_kwargs")
+    return arguments
 
 
 def _tokens(record: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:

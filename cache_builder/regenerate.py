@@ -92,6 +92,7 @@ def regenerate(
     out: Path,
     *,
     generated_by: str,
+    rendered_by: str,
     sampling: Sampling,
     max_length: int,
     unset: str | None = None,
@@ -105,6 +106,7 @@ def regenerate(
     as they are needed: memory holds 16 bytes (as a Python object, about 100) of each.
 
     Args:
+        rendered_by: stands for tokenizer and template, whose arguments are written as they are.
         max_length: tokens of a prompt together with `sampling.max_new_tokens` at most.
         unset: who decides what `sampling` does not name; written into the rows.
         limit: prompts to answer at most, those in `out` included.
@@ -116,7 +118,9 @@ def regenerate(
     """
     report = RegenerateReport()
     settings = asdict(sampling) | ({"unset": unset} if unset else {})
-    origin = {"generated_by": generated_by, "sampling": settings}
+    origin = {"generated_by": generated_by, "rendered_by": rendered_by, "sampling": settings}
+    if template.arguments:
+        origin["chat_template_kwargs"] = template.arguments
     files = [file for source in sources for file in find_files(source)]
     max_prompt_tokens = max_length - sampling.max_new_tokens
     with AnswerFile(out, origin) as answers, AnswerProgress(files, limit) as progress:
@@ -194,8 +198,6 @@ def _row(
     row = {**prompt.carried, KEY: prompt.key.hex(), **origin, "finish_reason": reason}
     if prompt.conversation.tools:
         row["tools"] = list(prompt.conversation.tools)
-    if template.arguments:
-        row["chat_template_kwargs"] = template.arguments
     row["messages"] = message_fields(exchange.messages, verbatim=True)
     if exchange.token_ids is None:
         return row

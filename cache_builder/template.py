@@ -167,19 +167,27 @@ class ChatTemplate:
         if found := self._control.find(conversation):
             raise RowRefusedError(DropReason.CONTROL_TOKEN, found)
 
-    def tokenize(self, conversation: Conversation) -> MaskedTokens | Drop:
-        """Ids and mask of a conversation, or why its mask cannot be proven."""
-        if clash := sorted(self._reserved & conversation.template_arguments.keys()):
-            return Drop(
+    def require_arguments(self, recorded: Mapping[str, Any]) -> None:
+        """Refuse answers that were generated with other template arguments.
+
+        Raises:
+            RowRefusedError: naming the first.
+        """
+        if clash := sorted(self._reserved & recorded.keys()):
+            raise RowRefusedError(
                 DropReason.BAD_FIELD, f"chat_template_kwargs must not set {', '.join(clash)}"
             )
-        for key, value in conversation.template_arguments.items():
+        for key, value in recorded.items():
             if (ours := self.arguments.get(key)) != value:
-                return Drop(
+                raise RowRefusedError(
                     DropReason.MODE_MISMATCH,
                     f"answered with {key} = {value!r}, but the template arguments say {ours!r}",
                 )
+
+    def tokenize(self, conversation: Conversation) -> MaskedTokens | Drop:
+        """Ids and mask of a conversation, or why its mask cannot be proven."""
         try:
+            self.require_arguments(conversation.template_arguments)
             self.require_no_control_token(conversation)
         except RowRefusedError as error:
             return error.drop

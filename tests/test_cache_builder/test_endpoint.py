@@ -60,7 +60,8 @@ def read(out: Path) -> Rows:
 def through(
     answerer: Answerer, template: ChatTemplate, data: Path, out: Path, **options: Any
 ) -> tuple[Rows, RegenerateReport]:
-    settings: dict[str, Any] = {"generated_by": "-", "sampling": SAMPLING, "max_length": 256}
+    settings: dict[str, Any] = {"generated_by": "-", "rendered_by": "-", "sampling": SAMPLING}
+    settings["max_length"] = 256
     report = regenerate(answerer, template, [str(data)], out, **settings | options)
     return read(out), report
 
@@ -541,6 +542,10 @@ def test_the_command_takes_its_key_from_the_environment_and_shows_it_nowhere(
     assert "sk-" not in out.read_text() + result.output + caplog.text
     with pytest.raises(DataError, match="answered by"):
         CliRunner().invoke(main, [*command, "--plain"], catch_exceptions=False)
+    thinking = ["--set", "data.template_arguments.enable_thinking=true"]
+    with pytest.raises(DataError, match="'enable_thinking': True"):
+        CliRunner().invoke(main, [*command, *thinking], catch_exceptions=False)
+    assert len(read(out)["row-0"]["rendered_by"]) == 16
     assert read(out)["row-0"]["sampling"] == {
         "max_new_tokens": 12,
         "temperature": 0.0,

@@ -64,6 +64,7 @@ def run(
 ) -> tuple[list[dict[str, Any]], RegenerateReport]:
     settings: dict[str, Any] = {
         "generated_by": "tiny@0",
+        "rendered_by": "0123",
         "sampling": SAMPLING,
         "max_length": 256,
     }
@@ -276,6 +277,27 @@ def test_answers_of_other_settings_are_not_mixed(
     with pytest.raises(DataError, match=r"p\.jsonl:1: not a row that"):
         run(generator, template, data, data)
     assert out.read_bytes() == before
+
+
+def test_answers_of_another_template_or_mode_are_not_mixed(
+    tiny_target: Path, template: ChatTemplate, tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_target)
+    other = ChatTemplate(tokenizer, {"enable_thinking": False})
+    data, out = prompts(tmp_path / "p.jsonl", 2), tmp_path / "o.jsonl"
+    run(Hashing(), template, data, out, limit=1)
+    before = out.read_bytes()
+    with pytest.raises(DataError, match=r"would be by .*'enable_thinking': False"):
+        run(Hashing(), other, data, out)
+    with pytest.raises(DataError, match=r"'rendered_by': '0123'.*'rendered_by': '4567'"):
+        run(Hashing(), template, data, out, rendered_by="4567")
+    assert out.read_bytes() == before
+    out.write_bytes(before.replace(b'"rendered_by":"0123",', b""))  # as older versions wrote it
+    assert len(run(Hashing(), template, data, out)[0]) == 2
+    run(Hashing(), other, data, tmp_path / "other.jsonl", limit=1)
+    with pytest.raises(DataError, match=r"answered by .*'enable_thinking': False"):
+        run(Hashing(), template, data, tmp_path / "other.jsonl")
+    assert len(run(Hashing(), other, data, tmp_path / "other.jsonl")[0]) == 2
 
 
 def test_sampling_draws_the_same_again_and_other_answers_for_another_seed(
