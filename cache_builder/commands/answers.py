@@ -156,7 +156,7 @@ def regenerate(
     from cache_builder.regenerate import regenerate as regenerate_answers
     from cache_builder.target import describe_target, resolve_target
     from cache_builder.target_config import load_config
-    from cache_builder.tokens import end_token_ids, load_template
+    from cache_builder.tokens import describe_rendering, end_token_ids, load_template
 
     _require_fitting(context, endpoint, model)
     settings = config.load(BuildConfig, path, overrides)
@@ -195,6 +195,7 @@ def regenerate(
             prompts,
             out,
             generated_by=generated_by,
+            rendered_by=describe_rendering(place, template),
             sampling=sampling,
             max_length=settings.data.max_length,
             unset="server" if is_plain else None,
