@@ -9,6 +9,8 @@ D hidden size   F values of all tapped blocks   R rank   T tokens
 import logging
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -181,15 +183,12 @@ def _measure(session: Session, num_tokens: int, *, with_covariance: bool) -> _St
     its massive activations are not typical."""
     cache, device = session.cache, session.device
     size, train = cache.spec.num_features, session.split.train
-    mean = max(int(cache.index.num_tokens[train].mean()), 1)
-    stride = max(len(train) * mean // num_tokens, 1)
+    lengths = cache.index.num_tokens[train].astype("int64") - 1
     count, sum_F = 0, torch.zeros(size, dtype=torch.float64, device=device)
     square_F, product_FF = torch.zeros_like(sum_F), None
     if with_covariance:
         product_FF = torch.zeros(size, size, dtype=torch.float64, device=device)
-    for position in train[::stride].tolist():
-        if count >= num_tokens:
-            break
+    for position in train[_spread(lengths, num_tokens)].tolist():
         states_TLD = cache.unpack(cache.read(position))[1:, : cache.spec.num_taps]
         for states_TF in torch.split(states_TLD.flatten(1).to(device).float(), _GRAM_TOKENS):
             sum_F += states_TF.sum(0, dtype=torch.float64)
@@ -207,6 +206,15 @@ def _measure(session: Session, num_tokens: int, *, with_covariance: bool) -> _St
     if product_FF is not None:
         product_FF = (product_FF / count - mean_F.outer(mean_F)) / rms_F.outer(rms_F)
     return _Statistics(rms_F.cpu(), product_FF, count)
+
+
+def _spread(lengths: npt.NDArray[np.int64], num_tokens: int) -> npt.NDArray[np.int64]:
+    """Samples of about `num_tokens` tokens, at equal distances; all of them where they have fewer.
+
+    A cache has samples of one length side by side, so none of its parts stands for the whole.
+    """
+    count = min(-(-num_tokens * len(lengths) // max(int(lengths.sum()), 1)), len(lengths))
+    return (2 * np.arange(count) + 1) * len(lengths) // (2 * count)
 
 
 def _pilot_rows(

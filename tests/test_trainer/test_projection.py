@@ -137,6 +137,27 @@ def test_principal_directions_need_nothing_of_the_pilot(
     assert 0.1 < left < 0.9
 
 
+@pytest.mark.parametrize("share", [0.2, 0.4, 0.6, 0.9])
+def test_its_statistics_are_of_the_whole_cache_however_few_tokens_they_take(
+    tiny_projected: Projected, features: Tensor, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its order is by length: the first samples of it are all long."""
+    session = Session.open(Run(tiny_projected.pilot).config())
+    lengths = session.cache.index.num_tokens[session.split.train]
+    read: list[int] = []
+    of_cache = Caches.read
+    monkeypatch.setattr(
+        Caches, "read", lambda cache, position: read.append(position) or of_cache(cache, position)
+    )
+    asked = int(share * len(features))
+    made = make_projection(Run(tiny_projected.pilot), ProjectionSettings(num_tokens=asked))
+    assert made.provenance.num_tokens == pytest.approx(asked, rel=0.15)
+    taken = session.cache.index.num_tokens[read]
+    assert float(taken.mean()) == pytest.approx(float(lengths.mean()), rel=0.1)
+    rms_F = features.square().mean(0).sqrt()
+    assert float((made.channel_rms_F / rms_F - 1).abs().max()) < 0.2
+
+
 def test_the_same_pilot_gives_the_same_bytes(tiny_projected: Projected) -> None:
     again = make_projection(Run(tiny_projected.pilot), ProjectionSettings())
     assert again.to_bytes() == tiny_projected.file.read_bytes()
