@@ -154,7 +154,7 @@ def export(
 )
 @click.option(
     "--rank-factor",
-    type=click.FloatRange(min=1.0),
+    type=cli.FiniteFloat(min=1.0),
     help="Rank over the target's hidden size; default 1. Above it: leading principal directions.",
 )
 @click.option(

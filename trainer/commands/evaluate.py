@@ -69,7 +69,7 @@ checkpoint_option = click.option(
 )
 @click.option(
     "--temperature",
-    type=click.FloatRange(min=0.0),
+    type=cli.FiniteFloat(min=0.0),
     default=0.0,
     show_default=True,
     help="Above 0, texts are drawn from the target's distribution; 0 is greedy.",
