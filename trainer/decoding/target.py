@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shared import log
 from shared.decoder import Decoder
-from shared.errors import TargetError
+from shared.errors import NonFiniteError, TargetError
 from trainer.decoding.kv_cache import KeyValueCache, require_croppable, require_plain
 
 
@@ -108,6 +108,9 @@ class Target:
             visible_NN: bool, which of the tokens each one sees besides the text; the earlier ones
                 by default.
             last_only: logits of the last token only.
+
+        Raises:
+            NonFiniteError: a logit is NaN or infinity. Minus infinity is a token never said.
         """
         begin = len(cache)
         offsets = range(len(token_ids)) if depths is None else depths
@@ -120,6 +123,12 @@ class Target:
             logits_to_keep=1 if last_only else 0,
             **{self._cache_name: cache.rows},
         )
+        if not bool(output.logits.amax(-1).isfinite().all()):
+            dtype = str(self.dtype).removeprefix("torch.")
+            raise NonFiniteError(
+                f"{self.name}: its logits are not finite in {dtype}. Give --dtype bfloat16 or "
+                "float32."
+            )
         states = [self._states.pop(layer_id)[0] for layer_id in self.layer_ids]
         return Output(output.logits[0], torch.cat([s.to(self.device) for s in states], dim=-1))
 
