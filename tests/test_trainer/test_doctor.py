@@ -278,6 +278,38 @@ def test_weights_that_do_not_move(tmp_path: Path) -> None:
     assert fault.steps == ((100, 200),)
 
 
+@pytest.mark.parametrize("saved", [(199, 200), (198, 200)])
+def test_a_last_step_whose_learning_rate_is_zero_moves_nothing_by_right(
+    tmp_path: Path, saved: tuple[int, int]
+) -> None:
+    config = make_config(tmp_path)
+    config = replace(config, optimizer=replace(config.optimizer, min_lr_fraction=0.0))
+
+    def freeze(step: int, tensors: dict[str, torch.Tensor]) -> None:
+        for tensor in tensors.values():
+            tensor.fill_(1.0)
+
+    findings = look(make_run(tmp_path, config=config, weights=freeze, saved=saved)).findings
+    unmoved = [finding.steps for finding in findings if finding.name == "unmoved-weights"]
+    assert unmoved == [((198, 200),)] * (saved[0] == 198)
+
+
+@pytest.mark.parametrize(("left_out", "is_fault"), [(99, False), (98, True)])
+def test_steps_that_were_all_left_out_move_nothing_by_right(
+    tmp_path: Path, left_out: int, is_fault: bool
+) -> None:
+    """The last of the hundred steps has the learning rate 0."""
+
+    def freeze(step: int, tensors: dict[str, torch.Tensor]) -> None:
+        for tensor in tensors.values():
+            tensor.fill_(1.0)
+
+    run = make_run(tmp_path, weights=freeze, saved=[100])
+    make_run(tmp_path, weights=freeze, saved=[200], state={"nonfinite_steps": left_out})
+    names = [finding.name for finding in look(run).findings]
+    assert ("unmoved-weights" in names) is is_fault
+
+
 def test_an_optimizer_that_lost_count(tmp_path: Path) -> None:
     """As after a resume that restored the weights and not the moments."""
     run = make_run(tmp_path, state={"nonfinite_steps": 7}, saved=[200])
