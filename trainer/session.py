@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shared.errors import CacheIncompatibleError, ConfigError, NonFiniteError, RunError
+from shared.errors import ConfigError, NonFiniteError
 from shared.head import Head
 from trainer.batch import Features, mask_token_in_text
 from trainer.caches import Caches
@@ -99,29 +99,6 @@ class Session:
             square_F += hidden_TF.square().sum(0)
             num_tokens += len(hidden_TF)
         return (square_F / max(num_tokens, 1)).sqrt()
-
-    def require_same_cache(
-        self, remembered: dict[str, Any], where: str, *, same_samples: bool = True
-    ) -> None:
-        """Refuse a checkpoint that was trained from states of another kind, or other samples.
-
-        Args:
-            same_samples: False allows another cache of the same fingerprint.
-
-        Raises:
-            CacheIncompatibleError: naming what differs.
-            RunError: the checkpoint does not say what it was trained from.
-        """
-        ours = self.cache.describe()
-        keys = ["fingerprint", "target_layer_ids", "hidden_size"]
-        for key in keys + ["index_sha256"] * same_samples:
-            if key not in remembered:
-                raise RunError(f"{where}: {key!r} is missing; it cannot be matched to a cache.")
-            if remembered[key] != ours[key]:
-                raise CacheIncompatibleError(
-                    f"{where}: trained from a cache with {key} {remembered[key]}, "
-                    f"{self.cache} has {ours[key]}. Give the cache it was trained from."
-                )
 
 
 def pick_device(name: str, local_rank: int = 0, *, setting: str = "train.device") -> torch.device:

@@ -309,7 +309,7 @@ class Training:
 
     def _check(self, snapshot: Snapshot) -> None:
         where = f"{self.config.run.path}, checkpoint of step {snapshot.step}"
-        self.session.require_same_cache(snapshot.cache, where)
+        self.session.cache.require_same(snapshot.cache, where)
         if snapshot.step > self.config.train.steps:
             raise RunError(f"{where}: the run is to end at step {self.config.train.steps}.")
 

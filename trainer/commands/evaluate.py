@@ -51,7 +51,7 @@ checkpoint_option = click.option(
     "template_args",
     metavar="NAME=VALUE",
     multiple=True,
-    help="Argument of the chat template, as in the cache: enable_thinking=false.",
+    help="Argument of the chat template: enable_thinking=false. Default: those of a run's cache.",
 )
 @click.option(
     "--max-new-tokens",

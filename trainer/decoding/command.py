@@ -46,6 +46,8 @@ def evaluate_with_target(
     picked = pick_device(device, setting="--device")
     target = Target.load(target_path, source.target_layer_ids, dtype=dtype, device=picked)
     source.require_target(target)
+    source.compare_weights(target_path)
+    template_arguments = source.template_arguments(template_arguments)
     evaluation = Evaluation(target, source.drafter.to(target.device, target.dtype).eval(), config)
     # The last block may reach beyond the text.
     room = config.max_new_tokens + source.drafter.config.block_size
@@ -62,6 +64,7 @@ def evaluate_with_target(
         "drafter": source.where,
         "step": source.step,
         "target": str(target_path),
+        "template_arguments": template_arguments,
         "dtype": dtype,
         "device": str(target.device),
         "max_new_tokens": config.max_new_tokens,

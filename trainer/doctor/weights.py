@@ -107,7 +107,7 @@ def _num_moves(view: RunView, before: CheckpointView, after: CheckpointView) -> 
         learning_rate(step, config.train.steps, config.optimizer) == 0.0
         for step in range(before.step, after.step)
     ]
-    left_out = [held.payload["state"].get("nonfinite_steps", 0) for held in (before, after)]
+    left_out = [int(held.payload["state"].get("nonfinite_steps", 0)) for held in (before, after)]
     return len(is_still) - sum(is_still) - (left_out[1] - left_out[0])
 
 
