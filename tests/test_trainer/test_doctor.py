@@ -223,6 +223,15 @@ def test_a_noise_schedule_without_a_scale(tmp_path: Path) -> None:
     assert "noise.warmup_steps = 50" in fault.evidence
 
 
+def test_noise_in_force_that_nobody_asked_for(tmp_path: Path) -> None:
+    def change(step: int, line: Line) -> Line:
+        return line | {"train/noise_scale": 0.2 if step > 150 else 0.0}
+
+    fault = the_fault(make_run(tmp_path, change=change), "noise-not-as-configured")
+    assert (fault.severity, fault.steps) == ("error", ((151, 200),))
+    assert "at 50 steps, by up to 0.2" in fault.evidence
+
+
 def test_a_noise_schedule_that_moves_is_fine(tmp_path: Path) -> None:
     config = make_config(tmp_path, noise=training.NoiseConfig(scale=0.1, warmup_steps=50))
     assert look(make_run(tmp_path, config=config)).findings == []
