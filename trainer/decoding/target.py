@@ -57,7 +57,8 @@ class Target:
         for layer_id in self.layer_ids:
             self.decoder.layers[layer_id].register_forward_hook(self._tap(layer_id))
         self.device = next(self.decoder.embedding.parameters()).device
-        self.dtype = next(self.decoder.layers[0].parameters()).dtype
+        # Not of a block, which may be stored quantised.
+        self.dtype = next(self.decoder.embedding.parameters()).dtype
         self.eos_token_ids = _eos_token_ids(self._model)
         # Renamed within transformers 5, with a warning for the old name.
         parameters = inspect.signature(type(self._model).forward).parameters
