@@ -17,12 +17,14 @@ from shared.weights import weights_sha256
 from trainer.caches import Caches
 from trainer.cli import main
 from trainer.config import TrainConfig
+from trainer.decoding.decode import Decoded
 from trainer.decoding.evaluation import DecodingConfig, Evaluation
 from trainer.decoding.lossless import find_difference
 from trainer.decoding.prompts import Prompt
 from trainer.decoding.source import DrafterSource
 from trainer.decoding.strategy import GreedyChain
 from trainer.decoding.target import Target
+from trainer.decoding.totals import MethodTotals
 from trainer.export import export_dflash, export_speculators
 from trainer.run import Run
 from trainer.train import train
@@ -132,6 +134,34 @@ def test_drawn_texts_are_not_compared(run: Run, evaluate: Callable[..., Result])
     trees = evaluate(run.path, "--temperature", "0.9", "--tree-budget", "4")
     assert isinstance(trees.exception, ConfigError)
     assert "trees are decoded greedily" in str(trees.exception)
+
+
+def test_a_drawn_text_does_not_depend_on_the_prompts_before_it(
+    run: Run,
+    evaluate: Callable[..., Result],
+    tiny_data: Path,
+    tiny_target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    texts: list[list[int]] = []
+    add = MethodTotals.add
+
+    def remember(totals: MethodTotals, decoded: Decoded) -> None:
+        texts.append(decoded.token_ids)
+        add(totals, decoded)
+
+    monkeypatch.setattr(MethodTotals, "add", remember)
+    drawn = ("--temperature", "0.9", "--seed", "4")
+    assert evaluate(run.path, *drawn).exit_code == 0
+    together, texts[:] = texts[:], []
+    assert len({tuple(text) for text in together}) == 6
+    alone = tmp_path / "third.jsonl"
+    alone.write_text(tiny_data.read_text().splitlines()[2] + "\n")
+    given = ["--target", str(tiny_target), "--prompts", str(alone), "--max-new-tokens", "12"]
+    given += ["--dtype", "float32", "--device", "cpu", *drawn]
+    assert CliRunner().invoke(main, ["evaluate", str(run.path), *given]).exit_code == 0
+    assert texts == together[4:]
 
 
 @pytest.mark.parametrize(
