@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shared.errors import ConfigError, NonFiniteError
 from shared.head import Head
+from shared.quantity import count
 from trainer.batch import Features, mask_token_in_text
 from trainer.caches import Caches
 from trainer.config import TrainConfig
@@ -115,9 +116,25 @@ def pick_device(name: str, local_rank: int = 0, *, setting: str = "train.device"
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"{setting} {name!r}: {error}") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"{setting} {name!r}: torch sees no CUDA device here.")
+    if device.type == "meta":
+        raise ConfigError(f"{setting} {name!r}: holds no values. Choose cpu, cuda or auto.")
+    if device.type == "cuda":
+        require_gpu(device.index or 0, f"{setting} {name!r}")
     return device
+
+
+def require_gpu(number: int, where: str) -> None:
+    """Refuse a GPU that is not there.
+
+    Raises:
+        ConfigError: naming how many there are.
+    """
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if number >= there:
+        raise ConfigError(
+            f"{where}: needs the GPU of number {number}, torch sees {count(there, 'CUDA device')} "
+            "here."
+        )
 
 
 def check_teacher(config: LossConfig, cache: Caches) -> None:
@@ -180,14 +197,14 @@ def check_size(config: DrafterConfig, cache: Caches, device: torch.device) -> No
     Raises:
         ConfigError: weights, gradients and AdamW's moments exceed the device's memory.
     """
-    count = num_parameters(config, cache.spec.target.hidden_size, cache.spec.num_features)
+    total = num_parameters(config, cache.spec.target.hidden_size, cache.spec.num_features)
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if (needed := _BYTES_PER_PARAMETER * count) > memory:
+    if (needed := _BYTES_PER_PARAMETER * total) > memory:
         raise ConfigError(
-            f"drafter: {count:,} parameters need {needed / 2**30:,.1f} GiB to be trained, {device} "
+            f"drafter: {total:,} parameters need {needed / 2**30:,.1f} GiB to be trained, {device} "
             f"has {memory / 2**30:,.1f} GiB in all. Look at drafter.num_layers, intermediate_size, "
             "num_heads and head_dim."
         )

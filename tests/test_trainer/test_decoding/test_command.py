@@ -197,6 +197,22 @@ def test_what_is_no_drafter_or_no_target_is_refused(
     assert "a drafter in the format of speculators" in str(error(evaluate(speculators)))
 
 
+@pytest.mark.parametrize(
+    "change", [{"hidden_size": "x"}, {"num_hidden_layers": [4]}, {"rope_parameters": 3}]
+)
+def test_a_target_whose_config_cannot_be_is_refused(
+    tiny_target: Path, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    import torch
+
+    target = tmp_path / "target"
+    shutil.copytree(tiny_target, target)
+    fields = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(fields | change))
+    with pytest.raises(TargetError, match="transformers cannot load it"):
+        Target.load(target, (0, 2), dtype="float32", device=torch.device("cpu"))
+
+
 def test_a_target_of_other_sizes_is_refused(run: Run, tiny_target: Path) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
