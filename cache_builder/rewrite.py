@@ -57,7 +57,7 @@ def _copy_samples(
     old, codec = selection.record, spec.build_codec()
     reader = ShardReader(selection.storage, old, spec)
     calibration = read_calibration(selection.storage, old.calibration, spec)
-    sums = LayerSums(spec.num_captured)
+    sums = LayerSums(spec.row_sizes)
     writer = ShardWriter(wip, spec, shard_id)
     try:
         positions = plan.shard_positions(shard_id)

@@ -80,7 +80,7 @@ class BatchWriter:
         self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
         self._queue: queue.Queue[CapturedBatch | None] = queue.Queue(_QUEUED_BATCHES)
         self._error: BaseException | None = None
-        self.sums = LayerSums(spec.num_captured)
+        self.sums = LayerSums(spec.row_sizes)
         self.quarantined: dict[str, str] = {}
         self.pack_seconds = self.write_seconds = 0.0
         self._thread = threading.Thread(target=self._run, daemon=True, name="shard-writer")

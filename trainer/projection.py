@@ -87,7 +87,7 @@ def make_projection(run: Run, settings: ProjectionSettings) -> Projection:
     """
     snapshot, config = run.require_checkpoint(), run.config()
     session = Session.open(config, generations=generations_of(snapshot.cache))
-    session.require_same_cache(snapshot.cache, str(run.path))
+    session.cache.require_same(snapshot.cache, str(run.path))
     spec = session.cache.spec
     if spec.projection is not None:
         raise RunError(

@@ -48,9 +48,13 @@ def preview(path: Path, overrides: tuple[str, ...], num_samples: int, num_rows: 
     "--max-new-tokens", type=int, default=2048, show_default=True, help="Tokens of one answer."
 )
 @click.option(
-    "--temperature", type=float, default=0.0, show_default=True, help="0: always the most likely."
+    "--temperature",
+    type=cli.FiniteFloat(),
+    default=0.0,
+    show_default=True,
+    help="0: always the most likely.",
 )
-@click.option("--top-p", type=float, default=1.0, show_default=True)
+@click.option("--top-p", type=cli.FiniteFloat(), default=1.0, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True, help="For temperatures over 0.")
 @click.option("--limit", type=click.IntRange(min=1), help="Prompts to answer at most.")
 @click.option(
@@ -91,7 +95,7 @@ def preview(path: Path, overrides: tuple[str, ...], num_samples: int, num_rows: 
 )
 @click.option(
     "--timeout",
-    type=float,
+    type=cli.FiniteFloat(),
     default=600.0,
     show_default=True,
     help="Seconds for one answer. With --endpoint.",

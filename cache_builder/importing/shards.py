@@ -56,7 +56,7 @@ class ShardImport:
             OutOfSpaceError: less space is free than must stay free.
         """
         codec, quarantined = self.spec.build_codec(), dict[str, str]()
-        sums = LayerSums(self.spec.num_captured)
+        sums = LayerSums(self.spec.row_sizes)
         place = workspace(self.cache)
         wip = place / WIP / shard_id
         remove_tree(wip)
