@@ -109,12 +109,12 @@ def test_a_shard_that_is_committed_already_stays_as_it_is(job: Job, tmp_path: Pa
     path = tmp_path / "cache"
     cache = Cache(path)
     shard_id, group = cache.shard_ids[0], path / GROUP / cache.shard_ids[0]
-    before = tree(path)
-    late = replace(cache.record(shard_id), threads=7)
+    before, first = tree(path), cache.record(shard_id)
+    late = replace(first, threads=7)
     wip = path / WIP / shard_id
     wip.mkdir()
     (wip / "states").write_text("other bytes")
-    assert commit_shard(path, late) == cache.record(shard_id)
+    assert commit_shard(path, late) == first
     assert tree(path) == before
     assert verify_cache(path, deep=True) == []
     # What a repair found damaged it replaces; a record of another version it does not.
@@ -123,7 +123,7 @@ def test_a_shard_that_is_committed_already_stays_as_it_is(job: Job, tmp_path: Pa
     assert commit_shard(path, late, replaces=version) == late
     assert Cache(path).storage.read(record_key(shard_id)) != before[record_key(shard_id)]
     shutil.copytree(group, wip)
-    assert commit_shard(path, cache.record(shard_id), replaces=version) == late
+    assert commit_shard(path, first, replaces=version) == late
     # Nothing is adopted unseen.
     (group / "token_ids" / "c" / "0").write_bytes(b"x")
     wip.mkdir()
