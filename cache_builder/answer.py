@@ -76,6 +76,8 @@ def locate_answer(
     stop = _find_stop(span, stops, said, eos_id, has_calls=bool(message.tool_calls))
     if span.ends == "stop":
         _check_turn(text, span, message, stops, said, stop)
+    if stop is not None and not message.tool_calls:
+        _check_place(text[stop.end : span.limit], message.content.strip(), span)
     if stop is not None:
         end = stop.end
     elif span.ends == "limit":
@@ -100,6 +102,17 @@ def _skip(text: str, part: str, start: int, limit: int) -> int:
             f"the template leaves out or rewrites {part[:40]!r} of the answer",
         )
     return found + len(part)
+
+
+def _check_place(behind: str, content: str, span: Span) -> None:
+    """What was found is the answer, and no word of a header that the target wrote before it."""
+    # A span that may hold other turns has the answer's words in them, too: there only at once.
+    is_again = behind.lstrip().startswith(content) if span.ends == "stop" else content in behind
+    if content and is_again:
+        raise RowRefusedError(
+            DropReason.MASK_NOT_PROVABLE,
+            f"the answer {content[:40]!r} is in the turn both before and behind a special token",
+        )
 
 
 def _check_turn(

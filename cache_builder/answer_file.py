@@ -9,13 +9,15 @@ from types import TracebackType
 from typing import Any
 
 from cache_builder.lock import try_lock
-from shared.errors import DataError
+from shared.errors import DataError, DraftCacheError
 from shared.files import writing
 
 KEY = "prompt_key"
 KEY_BYTES = 16
-ORIGIN = ("generated_by", "sampling")
-"""Fields that must be the same in every row of one file."""
+ORIGIN = ("generated_by", "sampling", "chat_template_kwargs", "rendered_by")
+"""Fields that must be the same in every row of one file, or absent from all. `rendered_by` may be
+absent all the same: versions before wrote none.
+"""
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +29,7 @@ class AnswerFile:
         """Open `path`, or create it. A last line that was cut by a kill is taken off.
 
         Args:
-            origin: value of each of `ORIGIN`.
+            origin: fields of `ORIGIN`.
 
         Raises:
             DataError: `path` holds something else, or rows of another origin, or another process
@@ -62,7 +64,12 @@ class AnswerFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._file.close()
+        try:
+            with writing(self.path):
+                self._file.close()  # writes again what a full disk did not take
+        except DraftCacheError:
+            if error is None:
+                raise
 
     def take(self, key: bytes) -> bool:
         """Whether the file held a row of `key` when it was opened. True only once: the key is
@@ -79,10 +86,7 @@ class AnswerFile:
         Raises:
             OutOfSpaceError: the disk is full.
         """
-        data = b"".join(
-            json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
-            for row in rows
-        )
+        data = b"".join(map(_line, rows))
         if not data:
             return
         with writing(self.path):
@@ -99,12 +103,15 @@ class AnswerFile:
                     break
                 try:
                     row = json.loads(line)
-                    key, found = bytes.fromhex(row[KEY]), {name: row[name] for name in ORIGIN}
-                except (ValueError, KeyError, TypeError):
+                    key = bytes.fromhex(row[KEY])
+                except (ValueError, KeyError, TypeError, RecursionError):
                     raise DataError(
                         f"{self.path}:{number}: not a row that `cache-builder regenerate` wrote. "
                         "Give -o a file of its own."
                     ) from None
+                found = {name: row[name] for name in ORIGIN if name in row}
+                if "rendered_by" in origin:
+                    found.setdefault("rendered_by", origin["rendered_by"])
                 if found != origin:
                     raise DataError(
                         f"{self.path}:{number}: answered by {found}, and these answers would be "
@@ -113,3 +120,9 @@ class AnswerFile:
                 self._keys.add(key)
                 size += len(line)
         return size
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    """One line of UTF-8. Half of a surrogate pair, which that cannot hold, stays a JSON escape."""
+    text = json.dumps(row, ensure_ascii=False, separators=(",", ":"))
+    return text.encode(errors="backslashreplace") + b"\n"

@@ -90,7 +90,8 @@ def build(config: BuildConfig, *, retry_quarantined: bool = False) -> BuildRepor
             job = make_job(config, plan, spec, target_path, stamps)
             capture_shards(config, job, plan, tasks, prepared)
         fraction = config.capture.max_quarantined_fraction
-        manifest = publish(path, spec, max_quarantined_fraction=fraction)
+        required = done.union(plan.shard_ids)
+        manifest = publish(path, spec, required=required, max_quarantined_fraction=fraction)
     Cache(path)  # a reader must be able to open what was published
     return BuildReport(manifest, plan, len(todo), time.perf_counter() - started)
 

@@ -90,12 +90,17 @@ class ShardCapture:
         shard_id: str,
         forward: Forward,
         progress: Callable[[int], None] = lambda tokens: None,
+        *,
+        replaces: str | None = None,
     ) -> tuple[ShardRecord, Timing]:
         """Capture and commit one shard; `progress` is told the tokens of every micro-batch.
 
         Where memory does not hold a batch, the whole shard is captured again with half of it, and
         its record says with how much. `progress` is then told what does not count, as a negative
         number.
+
+        Args:
+            replaces: as in `commit_shard`.
 
         Raises:
             CaptureError: a single sample is too large for the memory.
@@ -110,7 +115,7 @@ class ShardCapture:
                 progress(tokens)
 
             try:
-                return self._capture(shard_id, forward, tell)
+                return self._capture(shard_id, forward, tell, replaces)
             except TooLargeError as error:
                 progress(-told)
                 forward = replace(forward, batch_tokens=self._halve(shard_id, forward, error))
@@ -139,7 +144,11 @@ class ShardCapture:
         return half
 
     def _capture(
-        self, shard_id: str, forward: Forward, progress: Callable[[int], None]
+        self,
+        shard_id: str,
+        forward: Forward,
+        progress: Callable[[int], None],
+        replaces: str | None,
     ) -> tuple[ShardRecord, Timing]:
         started = time.perf_counter()
         timing = Timing()
@@ -178,7 +187,7 @@ class ShardCapture:
             batch_tokens=forward.batch_tokens,
             threads=forward.threads if is_cpu else None,
         )
-        commit_shard(self._cache, record, wip)
+        record = commit_shard(self._cache, record, wip, replaces=replaces)
         ended = time.perf_counter()
         timing.commit, timing.total = ended - drained, ended - started
         return record, timing

@@ -1,8 +1,11 @@
 """What makes captured states part of a cache: commit of a shard, publication of a generation."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
+
+import numpy as np
 
 from cache_builder.lease import require_lease
 from cache_builder.quarantine import quarantined_samples
@@ -22,6 +25,7 @@ from shared.layout import (
     MANIFEST,
     PLANS,
     RECORDS,
+    TARGET,
     WIP,
     generation_key,
     record_key,
@@ -29,6 +33,7 @@ from shared.layout import (
 from shared.location import Location
 from shared.manifest import Manifest, ShardRecord, StoredFile, Totals
 from shared.metadata import read_index, read_manifest, require_layers
+from shared.quantity import count
 from shared.shard import GROUP
 from shared.shard_reader import ShardReader
 from shared.spec import CaptureSpec
@@ -36,15 +41,33 @@ from shared.storage import Storage, open_storage
 
 logger = logging.getLogger(__name__)
 
+_COMPARED_ROWS = 1 << 20
+"""Of an index, at a time: the bound on memory."""
 
-def commit_shard(cache: Location, record: ShardRecord, finished: Path | None = None) -> None:
+
+def commit_shard(
+    cache: Location,
+    record: ShardRecord,
+    finished: Path | None = None,
+    *,
+    replaces: str | None = None,
+) -> ShardRecord:
     """Move the finished shard into place, then write its record: that is the commit.
+
+    A record that is there stays, and what was finished here goes: whoever wrote it died before it
+    could say so, or took this worker for dead. No record is ever deleted here, since it may be in
+    a generation by now.
 
     Args:
         finished: the directory with its files; None for `wip/<shard id>` of the workspace.
+        replaces: version of the record of a damaged shard whose place this one takes.
+
+    Returns:
+        The record that the cache has now.
 
     Raises:
         CacheLockedError: another builder took over, or another worker of this one.
+        CacheError: another worker committed the shard, and its files are not what it wrote.
     """
     require_lease(cache)
     finished = finished or workspace(cache) / WIP / record.shard_id
@@ -54,10 +77,38 @@ def commit_shard(cache: Location, record: ShardRecord, finished: Path | None = N
             "taken for dead."
         )
     storage, key = open_storage(cache), record_key(record.shard_id)
-    storage.delete(key)  # of a worker that committed it and died before it could say so
-    storage.delete_trees(f"{GROUP}/{record.shard_id}")  # of one that died before the record
-    storage.put_tree(finished, f"{GROUP}/{record.shard_id}")
-    storage.put_over(key, json_bytes(record.to_dict()), None)
+    version = storage.version(key)
+    if version is None or version == replaces:
+        storage.put_tree(finished, f"{GROUP}/{record.shard_id}")
+        with suppress(CacheLockedError):
+            storage.put_over(key, json_bytes(record.to_dict()), version)
+            return record
+    return _adopt(cache, record, finished)
+
+
+def _adopt(cache: Location, record: ShardRecord, finished: Path) -> ShardRecord:
+    """The record that another worker wrote in the place of `record`; `finished` goes.
+
+    Raises:
+        CacheError: its files are not what it says.
+    """
+    storage, key = open_storage(cache), record_key(record.shard_id)
+    where, group = f"{cache}/{key}", f"{GROUP}/{record.shard_id}"
+    there = ShardRecord.from_dict(parse_json(storage.read(key), where), where)
+    sizes = storage.sizes(group)
+    wrong = [
+        name
+        for name, file in there.files.items()
+        if sizes.get(name) != file.size or storage.sha256(f"{group}/{name}") != file.sha256
+    ]
+    if wrong or (there.shard_id, there.fingerprint) != (record.shard_id, record.fingerprint):
+        raise CacheError(
+            f"{where}: another worker committed the shard meanwhile, and its files are not what "
+            f"it wrote ({', '.join(wrong[:8]) or there.shard_id}). Run `cache-builder repair`."
+        )
+    logger.info("shard %s: another worker committed it meanwhile", record.shard_id)
+    remove_tree(finished)
+    return there
 
 
 def committed_shards(cache: Location) -> set[str]:
@@ -66,16 +117,22 @@ def committed_shards(cache: Location) -> set[str]:
 
 
 def discard_uncommitted(cache: Location) -> int:
-    """Remove what builders that died left behind; returns how many shards that were."""
+    """Remove what builders that died left behind; returns how many shards that were.
+
+    Raises:
+        CacheLockedError: another builder took over: it may be writing just that.
+    """
     storage, place = open_storage(cache), workspace(cache)
     wip, groups = list((place / WIP).glob("*")), uncommitted_groups(cache)
     if foreign := foreign_records(cache):
         names = ", ".join(foreign[:8])
         logger.warning("%s/%s: %s: not records of this cache; ignored", cache, RECORDS, names)
-    storage.delete_trees(*(f"{GROUP}/{name}" for name in groups))
+    if groups:
+        require_lease(cache)
+        storage.delete_trees(*(f"{GROUP}/{name}" for name in groups))
     for leftover in (*wip, *(place / PLANS).glob("*.wip")):
         remove_tree(leftover)
-    storage.remove_partials(None, RECORDS, GENERATIONS, CALIBRATIONS)
+    storage.remove_partials(None, RECORDS, GENERATIONS, CALIBRATIONS, TARGET, GROUP)
     return len(wip) + len(groups)
 
 
@@ -111,15 +168,22 @@ def read_record(cache: Location, spec: CaptureSpec, shard_id: str) -> tuple[Shar
 
 
 def publish(
-    cache: Location, spec: CaptureSpec, *, max_quarantined_fraction: float | None = None
+    cache: Location,
+    spec: CaptureSpec,
+    *,
+    required: Iterable[str] = (),
+    max_quarantined_fraction: float | None = None,
 ) -> Manifest:
     """Publish every committed shard as a new generation, or return the one that already does.
 
     Retired shards are not in it; they and the generations that name one are deleted afterwards.
 
+    Args:
+        required: shards that must be in it.
+
     Raises:
-        CaptureError: more samples are quarantined than `max_quarantined_fraction` allows; nothing
-            is published.
+        CaptureError: a required shard is not committed, or more samples are quarantined than
+            `max_quarantined_fraction` allows; nothing is published.
         CacheLockedError: another builder took over, or published in between.
         CacheError: a committed shard is damaged.
     """
@@ -127,7 +191,13 @@ def publish(
     storage = open_storage(cache)
     versions = {MANIFEST: storage.version(MANIFEST)}
     records, digests = {}, {}
-    for shard_id in sorted(committed_shards(cache)):
+    committed = committed_shards(cache)
+    if missing := sorted(set(required) - committed):
+        raise CaptureError(
+            f"{cache}: {count(len(missing), 'shard')} that should be committed have no record "
+            f"({', '.join(missing[:8])}): nothing is published. Run the same command again."
+        )
+    for shard_id in sorted(committed):
         records[shard_id], digests[shard_id] = read_record(cache, spec, shard_id)
     try:
         previous = read_manifest(storage)
@@ -138,8 +208,7 @@ def publish(
         and previous.records == digests
         and (index := _intact_index(storage, records, spec, previous)) is not None
     ):
-        stored = {row.tobytes() for row in index.sample_ids}
-        _require_usable(cache, records, stored, max_quarantined_fraction)
+        _require_usable(cache, records, index, max_quarantined_fraction)
         remove_retired(cache, previous)
         return previous
     generation = previous.generation + 1 if previous is not None else 1
@@ -151,8 +220,7 @@ def publish(
         sources += [tag for tag in record.sources if tag not in sources]
     require_countable(sources, str(cache))
     index = build_index(storage, records, spec, sources)
-    stored = {row.tobytes() for row in index.sample_ids}
-    _require_usable(cache, records, stored, max_quarantined_fraction)
+    _require_usable(cache, records, index, max_quarantined_fraction)
     data = index.to_bytes()
     manifest = Manifest(
         generation=generation,
@@ -166,7 +234,7 @@ def publish(
             num_tokens=sum(record.num_tokens for record in records.values()),
             num_supervised=sum(record.num_supervised for record in records.values()),
             stored_bytes=sum(record.stored_bytes for record in records.values()),
-            quarantined=len(quarantined_samples(records.values(), stored)),
+            quarantined=len(_quarantined(records, index)),
         ),
     )
     storage.put_over(index_key, data, versions[index_key])
@@ -214,13 +282,26 @@ def _intact_index(
         return index
 
 
+def _quarantined(records: Mapping[str, ShardRecord], index: SampleIndex) -> dict[str, str]:
+    """As `quarantined_samples`. Only ids that some record names are looked for in the index: a set
+    of all that it has would take 120 bytes each."""
+    named = {i for record in records.values() for i in map(bytes.fromhex, record.quarantined)}
+    stored: set[bytes] = set()
+    if named:
+        for start in range(0, len(index), _COMPARED_ROWS):
+            ids = np.ascontiguousarray(index.sample_ids[start : start + _COMPARED_ROWS])
+            found = np.isin(ids.view("S16").ravel(), np.array(sorted(named), "S16"))
+            stored.update(row.tobytes() for row in ids[found])
+    return quarantined_samples(records.values(), stored)
+
+
 def _require_usable(
-    cache: Location, records: Mapping[str, ShardRecord], stored: set[bytes], fraction: float | None
+    cache: Location, records: Mapping[str, ShardRecord], index: SampleIndex, fraction: float | None
 ) -> None:
     if fraction is None:
         return
-    quarantined = quarantined_samples(records.values(), stored)
-    total = len(stored) + len(quarantined)
+    quarantined = _quarantined(records, index)
+    total = len(index) + len(quarantined)
     if len(quarantined) > fraction * total:
         examples = "; ".join(f"{key}: {why}" for key, why in list(quarantined.items())[:8])
         raise CaptureError(

@@ -84,13 +84,14 @@ class Record:
     is_cut_off: bool
     """The last answer hit a limit: the model never ended it."""
 
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Template arguments the answers were generated with, as the record says."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation(Record):
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
-    template_arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Template arguments the answers were generated with, as the record says."""
 
     @property
     def prompt(self) -> tuple[Message, ...]:

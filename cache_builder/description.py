@@ -1,6 +1,7 @@
 """`cache.json` and the skeleton of a cache: what it is a cache of, before anything is in it."""
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,10 @@ _TARGET_FILES = (
 )
 _DIRECTORIES = (PLANS, RECORDS, GENERATIONS, CALIBRATIONS, WIP, TARGET, GROUP)
 _OWN_NAMES = {*_DIRECTORIES, "builder.lock", "workers.lock", HEAD, PROJECTION}
+_OWN_PARTIAL = re.compile(
+    rf"({'|'.join(map(re.escape, (DESCRIPTION, HEAD, PROJECTION)))})\.[0-9]+\.partial"
+)
+"""What a builder leaves that is killed while it writes one of these."""
 
 
 def describe_capture(config: BuildConfig, target_path: Path, template: ChatTemplate) -> CaptureSpec:
@@ -87,7 +92,11 @@ def open_or_create(path: Location, spec: CaptureSpec) -> Prepared | None:
         create_directories(path)  # copies of a cache may lack the empty ones
         spec.require_equal(stored, str(path))
         return prepared
-    foreign = [name for name in open_storage(path).names(None) if name not in _OWN_NAMES]
+    foreign = [
+        name
+        for name in open_storage(path).names(None)
+        if name not in _OWN_NAMES and not _OWN_PARTIAL.fullmatch(name)
+    ]
     if foreign:
         raise DataError(
             f"{path}: not a cache and not empty (it has {', '.join(sorted(foreign)[:8])}). "

@@ -42,10 +42,10 @@ class Endpoint:
 
         Args:
             eos_ids: tokens that end an answer.
-            api_key: sent to the server, and written nowhere.
+            api_key: sent to the server without white space around it, and written nowhere.
 
         Raises:
-            EndpointError: httpx is not installed.
+            EndpointError: httpx is not installed, or no header can hold the key.
         """
         try:
             import httpx
@@ -56,10 +56,10 @@ class Endpoint:
         self.config = config
         self.eos_ids = eos_ids
         self._url = config.url.rstrip("/")
-        self._api_key = api_key
+        self._api_key = _checked_key(api_key)
         self._timeout_error, self._request_error = httpx.TimeoutException, httpx.RequestError
         self._client = httpx.Client(
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            headers={"Authorization": f"Bearer {self._api_key}"} if self._api_key else {},
             timeout=httpx.Timeout(
                 config.timeout_seconds,
                 connect=min(_CONNECT_SECONDS, config.timeout_seconds),
@@ -121,16 +121,16 @@ class Endpoint:
         try:
             response = self._client.request(method, self._url + path, json=request)
         except self._timeout_error as error:
-            raise PassingError("timeout", f"{type(error).__name__}: {error}") from None
+            raise PassingError("timeout", self._worded(error)) from None
         except self._request_error as error:
-            raise PassingError("connection", f"{type(error).__name__}: {error}") from None
+            raise PassingError("connection", self._worded(error)) from None
         except ValueError as error:
-            raise RefusedError(f"cannot be sent ({error})") from None
+            raise RefusedError(f"cannot be sent ({self._worded(error)})") from None
         status = response.status_code
         if status == 200:
             try:
                 body = response.json()
-            except ValueError:
+            except (ValueError, RecursionError):
                 body = None
             if isinstance(body, dict):
                 return body
@@ -154,12 +154,26 @@ class Endpoint:
             body = response.json()
             error = body.get("error", body)
             text = error.get("message", error) if isinstance(error, dict) else error
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError, RecursionError):
             text = response.text
-        text = " ".join(str(text).split())
-        if self._api_key:
-            text = text.replace(self._api_key, "***")
-        return text[:200]
+        return self._without_key(" ".join(str(text).split()))[:200]
+
+    def _worded(self, error: Exception) -> str:
+        """One line. Errors of httpx may quote what was sent, or what a broken server sent back."""
+        return self._without_key(f"{type(error).__name__}: {error}")
+
+    def _without_key(self, text: str) -> str:
+        return text.replace(self._api_key, "***") if self._api_key else text
+
+
+def _checked_key(api_key: str | None) -> str:
+    key = (api_key or "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise EndpointError(
+            "OPENAI_API_KEY holds a character that is not printable ASCII, which no header can "
+            "hold. Export the key alone, on one line."
+        )
+    return key
 
 
 class _MissingError(Exception):

@@ -12,7 +12,7 @@ from cache_builder.description import create_directories, describe_capture
 from cache_builder.devices import Devices, describe_devices, pick_devices
 from cache_builder.plan import Plan
 from cache_builder.plan_writer import PlanWriter
-from cache_builder.planning import committed_samples, make_plan
+from cache_builder.planning import make_plan, stored_samples
 from cache_builder.projecting import put_projection
 from cache_builder.space import bytes_here, free_bytes
 from cache_builder.target import resolve_target, stamp_files
@@ -43,8 +43,9 @@ def estimate(config: BuildConfig) -> dict[str, Any]:
     template = load_template(target_path, config.data)
     spec = describe_capture(config, target_path, template)
     path = config.cache.path
-    known, quarantined = committed_samples(path)
-    known.update(map(bytes.fromhex, quarantined))  # as a build does
+    stored = stored_samples(path)
+    known = stored.ids
+    known.update(map(bytes.fromhex, stored.quarantined))  # as a build does
     parent = next(p for p in workspace(path).absolute().parents if p.is_dir())
     with tempfile.TemporaryDirectory(prefix=".estimate-", dir=parent) as name:
         scratch = Path(name) / "cache"

@@ -23,7 +23,9 @@ class Prompt:
     place: str
     """`file:line`."""
 
-    row: dict[str, Any]
+    carried: dict[str, Any]
+    """Fields of the row that are written as they are, JSON values."""
+
     conversation: Conversation
     first_ids: tuple[int, ...]
     """Ids up to the first answer."""
@@ -37,6 +39,8 @@ class Turn:
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]]
     template_arguments: Mapping[str, Any]
+    opened_thought: str
+    """The opening think tag that the prompt ends in. Empty: it ends in none."""
 
 
 class Exchange:
@@ -101,8 +105,13 @@ class Exchange:
     @property
     def turn(self) -> Turn:
         """What is asked next."""
-        tools = self.prompt.conversation.tools
-        return Turn(self.prompt_ids, tuple(self.messages), tools, self._template.arguments)
+        return Turn(
+            self.prompt_ids,
+            tuple(self.messages),
+            self.prompt.conversation.tools,
+            self._template.arguments,
+            self._template.opened_thought(self.prompt_ids),
+        )
 
     def add(self, answer: Answer) -> None:
         """Take the answer of the turn that is open, and open the next one if there is one."""
@@ -158,7 +167,8 @@ class Exchange:
                 said.pop()
             else:
                 self.num_without_end += is_ended
-            return answer.said or Message(role="assistant", content=self._template.decode(said))
+            text = self._template.opened_thought(self.prompt_ids) + self._template.decode(said)
+            return answer.said or Message(role="assistant", content=text)
         assert answer.said is not None, "an answer has ids or text"
         content = answer.said.content
         if is_ended:  # some servers print the end token

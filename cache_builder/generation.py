@@ -64,6 +64,8 @@ class LocalGenerator:
         Raises:
             TargetError: transformers cannot load it, or nothing says which token ends an answer.
         """
+        from transformers import GenerationConfig
+
         self._device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
         self._model = load_model(path, config).to(self._device)
         eos = self._model.generation_config.eos_token_id
@@ -73,6 +75,8 @@ class LocalGenerator:
                 "no answer would end. Add it there."
             )
         self._eos_ids = frozenset(eos if isinstance(eos, list) else [eos])
+        # `generate` takes from it whatever a call leaves open, such as a repetition penalty.
+        self._model.generation_config = GenerationConfig()
 
     @property
     def eos_ids(self) -> frozenset[int]:

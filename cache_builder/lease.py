@@ -28,6 +28,8 @@ BEAT_SECONDS = 10.0
 LEASE_SECONDS = 90.0
 _POLL_SECONDS = 1.0
 _OWNER = "owner"
+_LENT = "lent"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @contextmanager
@@ -117,11 +119,31 @@ def _beat(storage: Storage, holder: _Holder, version: str, stop: threading.Event
     while not stop.wait(BEAT_SECONDS):
         try:
             version = storage.put_over(LEASE, holder.text(), version)
-        except CacheLockedError as error:
-            logger.error("%s The next commit is refused.", error)
+        except ShardCorruptError:  # deleted, by somebody who wants this builder to end
+            logger.error("%s/%s: deleted. The next commit is refused.", storage, LEASE)
             return
+        except CacheLockedError as error:
+            # Or by a put of ours that was called failed: its answer was lost on its way.
+            try:
+                own = _own_version(storage, holder)
+            except StorageError as fault:
+                logger.warning("%s", fault)
+                continue
+            if own is None:
+                logger.error("%s The next commit is refused.", error)
+                return
+            version = own
         except StorageError as error:
             logger.warning("%s", error)
+
+
+def _own_version(storage: Storage, holder: _Holder) -> str | None:
+    """The version of the lock, if it still is the holder's."""
+    version = storage.version(LEASE)  # before its content: replaced in between, no put succeeds
+    with suppress(ShardCorruptError):
+        if version is not None and _read_owner(storage) == holder.owner:
+            return version
+    return None
 
 
 def _read_owner(storage: Storage) -> str | None:
@@ -137,18 +159,30 @@ def _read_holder(storage: Storage) -> tuple[str | None, str]:
 
 
 def lease_owner(cache: S3Url) -> str:
-    """The name of this machine's workspace: a random one, made once."""
+    """The name of this machine's workspace, or of the one that lends its lock to this worker.
+
+    A random one, made once, on this machine since it was started: two machines may have one home
+    directory, and locks that each keeps for itself.
+    """
     place = workspace(cache)
-    file = place / _OWNER
     with suppress(FileNotFoundError):
-        return file.read_text()
-    if not place.is_dir():
-        raise CacheError(f"{place}: missing. It was deleted while a builder was at work in it.")
-    write_bytes(file, uuid.uuid4().hex.encode())
-    return file.read_text()
+        return (place / _LENT).read_text()
+    file = place / _OWNER
+    if not file.exists():
+        if not place.is_dir():
+            raise CacheError(f"{place}: missing. It was deleted while a builder was at work in it.")
+        write_bytes(file, uuid.uuid4().hex.encode())
+    return f"{file.read_text()} {os.uname().nodename} {_boot()}"
+
+
+def _boot() -> str:
+    """What differs from machine to machine and from start to start, where the system says it."""
+    with suppress(OSError):
+        return _BOOT_ID.read_text().strip()
+    return ""
 
 
 def lend(cache: S3Url, owner: str) -> None:
     """Let this machine's workspace commit for the builder of another, as long as that is the
     holder."""
-    write_bytes(workspace(cache) / _OWNER, owner.encode())
+    write_bytes(workspace(cache) / _LENT, owner.encode())

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cache_builder.commit import discard_uncommitted, publish
+from cache_builder.commit import committed_shards, discard_uncommitted, publish
 from cache_builder.description import create_directories
 from cache_builder.lock import builder_lock
-from cache_builder.planning import committed_samples
+from cache_builder.planning import stored_samples
 from cache_builder.rewrite import write_selection
 from cache_builder.selection import (
     Selection,
@@ -25,7 +25,7 @@ from shared.files import sha256_bytes
 from shared.index import require_countable
 from shared.layout import calibration_key
 from shared.location import Location
-from shared.manifest import Manifest
+from shared.manifest import Manifest, ShardRecord
 from shared.quantity import count, size
 
 
@@ -71,8 +71,10 @@ def merge(into: Location, sources: Sequence[Location]) -> MergeReport:
         discard_uncommitted(into)
         require_no_missing_shard(into)
         selections, num_duplicates = _select(cache, others)
+        required = committed_shards(into)
         added = _add(cache, selections) if selections else []
-        manifest = publish(into, cache.spec)
+        required.update(record.shard_id for record in added)
+        manifest = publish(into, cache.spec, required=required)
     Cache(into)  # a reader must be able to open what was published
     return MergeReport(
         manifest=manifest,
@@ -81,7 +83,7 @@ def merge(into: Location, sources: Sequence[Location]) -> MergeReport:
         num_duplicates=num_duplicates,
         num_copied=sum(selection.is_whole for selection in selections),
         num_rewritten=sum(not selection.is_whole for selection in selections),
-        stored_bytes=sum(added),
+        stored_bytes=sum(record.stored_bytes for record in added),
     )
 
 
@@ -113,22 +115,19 @@ def _require_mergeable(cache: Cache, other: Cache) -> None:
 
 def _select(cache: Cache, others: Sequence[Cache]) -> tuple[list[Selection], int]:
     """What is new in `others`, shard by shard, and how many samples are not."""
-    known, _ = committed_samples(cache.path)
+    known = stored_samples(cache.path).ids
     selections, num_seen = [], 0
     for other in others:
-        ids = map(bytes, other.index.sample_ids)
-        wanted = {sample_id for sample_id in ids if sample_id not in known}
-        known.update(wanted)
         num_seen += len(other.index)
         for shard_id in other.shard_ids:
-            selection = select(other.storage, other.record(shard_id), other.spec, wanted)
+            selection = select(other.storage, other.record(shard_id), other.spec, known.add)
             if len(selection.rows):
                 selections.append(selection)
     return selections, num_seen - sum(len(selection.rows) for selection in selections)
 
 
-def _add(cache: Cache, selections: Sequence[Selection]) -> list[int]:
-    """Commit `selections` as shards of a plan of their own; returns the bytes of each."""
+def _add(cache: Cache, selections: Sequence[Selection]) -> list[ShardRecord]:
+    """Commit `selections` as shards of a plan of their own; returns their records."""
     tags = {tag for selection in selections for tag in selection.record.sources}
     require_countable(list(tags.union(cache.manifest.sources)), str(cache.path))
     sizes = [selection.stored_bytes for selection in selections]
@@ -138,7 +137,7 @@ def _add(cache: Cache, selections: Sequence[Selection]) -> list[int]:
     plan = plan_selections(cache.path, selections, cache.spec, "merge")
     jobs = list(zip(selections, plan.shard_ids, strict=True))
     return [
-        write_selection(cache.path, selection, cache.spec, plan, shard_id).stored_bytes
+        write_selection(cache.path, selection, cache.spec, plan, shard_id)
         for selection, shard_id in tracked(jobs, "merge", "shard", len(jobs))
     ]
 

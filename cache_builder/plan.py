@@ -5,7 +5,7 @@ back. Samples are planned by id, so that no order, rank or count of workers can 
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,6 +106,7 @@ class Plan:
             self.key = str(self.description["key"])
             self.sources = tuple(self.description["sources"])
             self.forward = build(Forward, self.description["forward"])
+            self.relies_on = _relies_on(self.description)
         except (OSError, KeyError, TypeError, SafetensorError, ConfigError) as error:
             raise CacheError(f"{directory}: not a plan ({error!r}). {_DAMAGED}") from error
         self._arrays = arrays
@@ -164,6 +165,14 @@ class Plan:
         count = min(len(self), -(-num_tokens // mean))
         ranks = np.linspace(0, len(self) - 1, count).astype(np.int64)
         return [int(position) for position in self._arrays["order"][ranks]]
+
+
+def _relies_on(description: Mapping[str, Any]) -> frozenset[str] | None:
+    """Shards that have what the plan left out as stored; None if that is not known."""
+    if "relies_on" in description:
+        return frozenset(description["relies_on"])
+    report = description["report"]  # of an older version, which only counted what it left out
+    return frozenset() if report.get("already_cached", report.get("num_cached")) == 0 else None
 
 
 def _read_description(directory: Path) -> dict[str, Any]:

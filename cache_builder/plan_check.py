@@ -20,7 +20,10 @@ def find_contradiction(
         arrays: of the right types.
         num_token_bytes, num_mask_bytes: sizes of its two files.
     """
-    for name in ("sources", "corpus_files"):
+    of_texts = ["sources", "corpus_files"]
+    if "relies_on" in description:  # not in plans of older versions
+        of_texts.append("relies_on")
+    for name in of_texts:
         if not _are_texts(description[name]):
             return f"{name} must be a list of texts"
     if not isinstance(description["report"], dict):

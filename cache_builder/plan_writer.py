@@ -2,7 +2,7 @@
 
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -115,12 +115,14 @@ class PlanWriter:
         report: dict[str, Any],
         shard_tokens: int = 0,
         shard_sizes: Sequence[int] | None = None,
+        relies_on: Collection[str] = (),
     ) -> Plan:
         """Cut the shards and put the plan in place, whole.
 
         Args:
             shard_tokens: size of a shard, as in `cut_shards`.
             shard_sizes: instead of that, the samples of each shard; they were added in this order.
+            relies_on: committed shards that have, or may have, what was left out as stored.
         """
         self.close()
         arrays = self._take_columns()
@@ -150,6 +152,7 @@ class PlanWriter:
                 "num_tokens": total,
                 "num_shards": num_shards,
                 "shard_tokens": shard_tokens,
+                "relies_on": sorted(relies_on),
                 "report": report,
                 "files": {name: sha256_file(self._wip / name) for name in (TOKENS, MASK, SAMPLES)},
             }

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cache_builder.commit import committed_shards, read_record
@@ -31,6 +31,18 @@ from shared.spec import CaptureSpec
 from shared.storage import open_storage
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class StoredSamples:
+    """What the committed shards of a cache hold, published or not."""
+
+    ids: IdSet
+    quarantined: dict[str, str]
+    """Id to reason of the samples that could not be used."""
+
+    shard_ids: tuple[str, ...]
+    """The shards."""
 
 
 def find_or_make_plan(
@@ -68,26 +80,27 @@ def find_or_make_plan(
             }
         )
     )
-    if retry_quarantined:
-        known, quarantined = committed_samples(cache)
-        if quarantined:
-            logger.info("%d quarantined samples are tried again", len(quarantined))
-            return share_plan(cache, make_plan(config, spec, template, key=key, known=known))
-    if plan := find_plan(cache, key):
+    plan = find_plan(cache, key)
+    if plan is not None and not retry_quarantined:
         return plan
-    known, quarantined = committed_samples(cache)
-    if quarantined:
+    stored = stored_samples(cache)
+    if retry_quarantined and stored.quarantined:
+        logger.info("%d quarantined samples are tried again", len(stored.quarantined))
+    elif plan is not None:
+        return plan
+    elif stored.quarantined:
         logger.warning(
             "%s left out; --retry-quarantined tries them again",
-            count(len(quarantined), "quarantined sample"),
+            count(len(stored.quarantined), "quarantined sample"),
         )
-        known.update(map(bytes.fromhex, quarantined))
+        stored.ids.update(map(bytes.fromhex, stored.quarantined))
     plan = make_plan(
         config,
         spec,
         template,
         key=key,
-        known=known,
+        known=stored.ids,
+        relies_on=stored.shard_ids,
         digests=digests,
         known_tags=committed_tags(cache, spec),
     )
@@ -97,12 +110,18 @@ def find_or_make_plan(
 
 
 def find_plan(cache: Location, key: str) -> Plan | None:
-    """The plan of `key` in the cache, if it can still be followed."""
+    """The plan of `key` in the cache, if it can still be followed.
+
+    One that left samples out since they were stored cannot, once a shard is gone that was there
+    then: it may be the one that had them.
+    """
     committed = committed_shards(cache)
     for age, directory in enumerate(reversed(own_plans(cache))):
         plan = Plan(directory)
+        if plan.key != key or plan.relies_on is None or not plan.relies_on <= committed:
+            continue
         # What an older plan left undone, a newer one may have done under other shards.
-        if plan.key == key and (age == 0 or committed.issuperset(plan.shard_ids)):
+        if age == 0 or committed.issuperset(plan.shard_ids):
             return plan
     return None
 
@@ -114,6 +133,7 @@ def make_plan(
     *,
     key: str,
     known: IdSet,
+    relies_on: Collection[str] = (),
     plans: Path | None = None,
     digests: Mapping[Path, str] | None = None,
     known_tags: Collection[str] = (),
@@ -121,6 +141,7 @@ def make_plan(
     """Tokenize the data and write a plan of the samples that are not in `known`.
 
     Args:
+        relies_on: the shards that `known` is of.
         plans: where; None for where the builder of the cache works.
 
     Raises:
@@ -152,6 +173,7 @@ def make_plan(
             key=key,
             forward=config.forward,
             shard_tokens=max(1, int(config.plan.shard_mib * 2**20) // spec.row_bytes_per_token),
+            relies_on=relies_on if num_known else (),
             report={**corpus.report.to_dict(), "already_cached": num_known},
         )
     finally:
@@ -184,23 +206,19 @@ def open_corpus(
     )
 
 
-def committed_samples(path: Location) -> tuple[IdSet, dict[str, str]]:
-    """What the committed shards of the cache at `path` hold, published or not.
-
-    Returns:
-        The ids of the samples in them, and id to reason of those that are quarantined.
-    """
-    shard_ids = committed_shards(path)
+def stored_samples(path: Location) -> StoredSamples:
+    """What the committed shards of the cache at `path` hold."""
+    shard_ids = tuple(sorted(committed_shards(path)))
     if not shard_ids:
-        return IdSet(), {}
+        return StoredSamples(IdSet(), {}, ())
     storage = open_storage(path)
     spec = CaptureSpec.from_dict(read_description(storage)["spec"], f"{path}/{DESCRIPTION}")
     known = IdSet()
-    records = [read_record(path, spec, shard_id)[0] for shard_id in sorted(shard_ids)]
+    records = [read_record(path, spec, shard_id)[0] for shard_id in shard_ids]
     for record in records:
         reader = ShardReader(storage, record, spec)
         known.update(row.tobytes() for row in reader.arrays["sample_ids"])
-    return known, quarantined_samples(records, known)
+    return StoredSamples(known, quarantined_samples(records, known), shard_ids)
 
 
 def committed_tags(path: Location, spec: CaptureSpec) -> set[str]:

@@ -57,7 +57,7 @@ class ProcessMember:
     def receive(self) -> Message:
         try:
             message: Message = self.connection.recv()
-        except _GONE:
+        except (EOFError, OSError):  # also what it is called in the middle of a long message
             raise self._died() from None
         return message
 

@@ -8,12 +8,22 @@ from dataclasses import dataclass, field
 from cache_builder.answer_file import KEY_BYTES, AnswerFile
 from cache_builder.conversation import Conversation, Drop, RowRefusedError
 from cache_builder.exchange import Prompt
+from cache_builder.json_values import as_json
 from cache_builder.record import parse_prompt
 from cache_builder.rows import read_rows
 from cache_builder.sources import DataFile
 from cache_builder.template import ChatTemplate
 from shared.errors import DataError
 from shared.files import canonical_json, sha256_bytes
+
+REPLACED_KEYS = frozenset(
+    {
+        *("messages", "conversations", "prompt", "response", "text", "system", "tools"),
+        *("input_ids", "loss_mask", "finished", "finish_reason", "answered_by", "generated_by"),
+        *("sampling", "chat_template_kwargs", "rendered_by"),
+    }
+)
+"""Keys of a row that are written anew. Every other key is carried over."""
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +77,11 @@ def read_prompts(
                 roles = [message.role for message in conversation.messages]
                 first = conversation.messages[: roles.index("assistant")]
                 ids = tuple(template.prompt_ids(first, conversation.tools).tolist())
+                carried = {
+                    name: as_json(value, name)
+                    for name, value in row.items()
+                    if name not in REPLACED_KEYS
+                }
             except RowRefusedError as error:
                 counts.dropped[error.drop.reason] += 1
                 logger.warning("%s: %s (%s)", place, error.drop.reason, error)
@@ -83,7 +98,7 @@ def read_prompts(
             if answers.take(key):
                 counts.num_present += 1
                 continue
-            yield Prompt(key, place, row, conversation, ids)
+            yield Prompt(key, place, carried, conversation, ids)
     if not counts.num_rows:
         raise DataError(f"{', '.join(map(str, files))}: no rows.")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from cache_builder.conversation import Message, RowRefusedError
+from cache_builder.conversation import THINK_CLOSE, Message, RowRefusedError
 from cache_builder.exchange import Turn
 from cache_builder.generation import Answer, Sampling
 from cache_builder.record import parse_message
@@ -52,17 +52,30 @@ class EndpointConfig:
     """Before the first retry. It doubles from one to the next."""
 
     def __post_init__(self) -> None:
-        try:
-            parts = urlsplit(self.url)
-            is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:
-            is_url = False
-        if not is_url:
+        if not _is_url(self.url):
             raise ValueError(f"expected a URL such as http://host:8000/v1, got {self.url!r}")
+        parts = urlsplit(self.url)
         if parts.username or parts.password:
             raise ValueError("the URL must hold no password; set OPENAI_API_KEY instead")
         if self.timeout_seconds <= 0.0:
             raise ValueError(f"the timeout must be positive, got {self.timeout_seconds}")
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+    try:
+        import httpx
+    except ImportError:
+        return is_url  # an `Endpoint` says that it is missing
+    try:
+        httpx.URL(text)  # stricter about the host and its characters
+    except httpx.InvalidURL:
+        return False
+    return is_url
 
 
 def request_body(
@@ -107,14 +120,19 @@ def read_answer(config: EndpointConfig, body: dict[str, Any], turn: Turn) -> Ans
         raise RefusedError(f"no choice with a finish_reason among the keys {sorted(body)}")
     token_ids = _ids(choice.get("token_ids"))
     prompt_ids = _ids(choice.get("prompt_token_ids") or body.get("prompt_token_ids"))
+    said: Message | None
     if config.is_chat:
-        said: Message | None = _message(choice.get("message"))
+        said = message = _message(choice.get("message"))
         token_ids = None if prompt_ids is None else token_ids  # ids of ours would be a guess
+        if token_ids is None and turn.opened_thought and choice["finish_reason"] != "stop":
+            _require_known_thought(message)
     else:
         text = choice.get("text")
         if not isinstance(text, str):
             raise RefusedError("the choice has no text")
-        said = Message(role="assistant", content=text) if token_ids is None else None
+        # Without the tag that the prompt has begun with, a cut thought would look like an answer.
+        whole = turn.opened_thought + text
+        said = Message(role="assistant", content=whole) if token_ids is None else None
         if prompt_ids not in (None, tuple(turn.prompt_ids)):
             raise EndpointError(
                 f"{config.url}: the server answered another prompt than it was sent "
@@ -151,3 +169,13 @@ def _message(value: Any) -> Message:
             raise RefusedError(f"the message cannot be used ({error})") from None
         message = Message(role="assistant", content=value["content"])
     return message
+
+
+def _require_known_thought(message: Message) -> None:
+    """Refuse a cut-off answer that may be a thought: some servers give such a one as content."""
+    is_known = message.reasoning is not None or THINK_CLOSE in message.content
+    if not (is_known or message.tool_calls):
+        raise RefusedError(
+            "the answer was cut off, perhaps within its thought, which the server does not tell "
+            "apart. Raise --max-new-tokens, or ask without --chat"
+        )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from cache_builder.commit import committed_shards, discard_uncommitted, publish, read_record
 from cache_builder.config import BuildConfig
 from cache_builder.description import create_directories, describe_capture
+from cache_builder.id_set import IdSet
 from cache_builder.lock import builder_lock
 from cache_builder.planning import open_corpus
 from cache_builder.report import CHOSEN_DROPS
@@ -26,6 +27,7 @@ from shared.bar import tracked
 from shared.cache import Cache
 from shared.errors import DataError
 from shared.location import Location
+from shared.manifest import ShardRecord
 from shared.quantity import count, size
 from shared.spec import CaptureSpec
 from shared.storage import open_storage
@@ -80,20 +82,24 @@ def prune(
         selections = _select(path, spec, wanted)
         report = _report(selections)
         changed = [selection for selection in selections if not selection.is_whole]
+        required = {s.record.shard_id for s in selections if s.is_whole}
         if changed:
-            after = _replace(config, spec, changed)
+            written = _replace(config, spec, changed)
             before = sum(selection.record.stored_bytes for selection in changed)
+            after = sum(record.stored_bytes for record in written)
             report = replace(report, freed_bytes=before - after)
-        publish(path, spec)
+            required.update(record.shard_id for record in written)
+        publish(path, spec, required=required)
     Cache(path)  # a reader must be able to open what was published
     return report
 
 
 def _wanted_samples(
     config: BuildConfig, spec: CaptureSpec, template: ChatTemplate, *, ignore_bad_rows: bool
-) -> set[bytes]:
+) -> IdSet:
     corpus = open_corpus(config, spec.target.vocab_size, template)
-    wanted = {bytes.fromhex(sample.sample_id) for sample in tracked(corpus, "tokenize", "sample")}
+    samples = tracked(corpus, "tokenize", "sample")
+    wanted = IdSet(bytes.fromhex(sample.sample_id) for sample in samples)
     for line in [corpus.report.describe(), *corpus.report.describe_drops()]:
         logger.info("%s", line)
     bad = [
@@ -110,11 +116,15 @@ def _wanted_samples(
     return wanted
 
 
-def _select(path: Location, spec: CaptureSpec, wanted: set[bytes]) -> list[Selection]:
-    storage, left = open_storage(path), set(wanted)
+def _select(path: Location, spec: CaptureSpec, wanted: IdSet) -> list[Selection]:
+    storage, taken = open_storage(path), IdSet()
     selections = []
+
+    def takes(sample_id: bytes) -> bool:
+        return sample_id in wanted and taken.add(sample_id)  # no sample twice
+
     for shard_id in sorted(committed_shards(path)):
-        selection = select(storage, read_record(path, spec, shard_id)[0], spec, left)
+        selection = select(storage, read_record(path, spec, shard_id)[0], spec, takes)
         still = {
             sample_id: reason
             for sample_id, reason in selection.quarantined.items()
@@ -142,8 +152,8 @@ def _report(selections: list[Selection]) -> PruneReport:
     )
 
 
-def _replace(config: BuildConfig, spec: CaptureSpec, changed: list[Selection]) -> int:
-    """Replace the shards of `changed` by what stays of them; returns the bytes of that."""
+def _replace(config: BuildConfig, spec: CaptureSpec, changed: list[Selection]) -> list[ShardRecord]:
+    """Replace the shards of `changed` by what stays of them; returns the records of that."""
     path = config.cache.path
     partial = [selection for selection in changed if len(selection.rows)]
     sizes = [selection.stored_bytes for selection in partial]
@@ -154,13 +164,13 @@ def _replace(config: BuildConfig, spec: CaptureSpec, changed: list[Selection]) -
     plan = plan_selections(path, partial, spec, "prune")
     jobs = list(zip(partial, plan.shard_ids, strict=True))
     retire(path, {selection.record.shard_id: new for selection, new in jobs})
-    stored = 0
+    written = []
     for selection, new in tracked(jobs, "rewrite", "shard", len(jobs)):
         require_floor(workspace(path), config.cache.min_free_bytes)
-        stored += write_selection(path, selection, spec, plan, new).stored_bytes
+        written.append(write_selection(path, selection, spec, plan, new))
     # Last: whatever stops this earlier, no shard is lost.
     retire(path, dict.fromkeys(s.record.shard_id for s in changed))
-    return stored
+    return written
 
 
 def rows(report: PruneReport, *, dry_run: bool) -> list[tuple[str, str]]:

@@ -3,6 +3,8 @@
 T tokens of one sample   L captured layers   D hidden size
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,8 +15,15 @@ from shared.manifest import LayerStatistics
 class LayerSums:
     """Running sums over the tokens of a shard, one entry per layer."""
 
-    def __init__(self, num_layers: int) -> None:
-        self._num_values = 0
+    def __init__(self, row_sizes: Sequence[int]) -> None:
+        """Begin at zero.
+
+        Args:
+            row_sizes: values of a token in each layer; what lies behind them are zeros.
+        """
+        num_layers = len(row_sizes)
+        self._row_sizes = tuple(row_sizes)
+        self._num_tokens = 0
         self._square_L = torch.zeros(num_layers, dtype=torch.float64)
         self._error_L = torch.zeros(num_layers, dtype=torch.float64)
         self._max_abs_L = torch.zeros(num_layers, dtype=torch.float64)
@@ -28,16 +37,17 @@ class LayerSums:
             self._square_L += values_TLD.square().sum((0, 2)).cpu()
             self._error_L += error_TLD.square_().sum((0, 2)).cpu()
             self._max_abs_L = self._max_abs_L.maximum(values_TLD.abs_().amax((0, 2)).double().cpu())
-        self._num_values += num_tokens * size
+        self._num_tokens += num_tokens
 
     def statistics(self) -> tuple[LayerStatistics, ...]:
         return tuple(
             LayerStatistics(
-                rms=(square / max(self._num_values, 1)) ** 0.5,
+                rms=(square / max(self._num_tokens * row_size, 1)) ** 0.5,
                 max_abs=max_abs,
                 relative_error=(error / square) ** 0.5 if square else 0.0,
             )
-            for square, error, max_abs in zip(
+            for row_size, square, error, max_abs in zip(
+                self._row_sizes,
                 self._square_L.tolist(),
                 self._error_L.tolist(),
                 self._max_abs_L.tolist(),

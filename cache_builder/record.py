@@ -20,6 +20,7 @@ from cache_builder.conversation import (
     Pretokenized,
     RowRefusedError,
 )
+from cache_builder.json_values import require_json
 from shared.quantity import count
 
 ROLES = {
@@ -38,6 +39,9 @@ COMPLETE_REASONS = frozenset({"stop", "eos", "tool_calls", "function_call"})
 CUT_OFF_REASONS = frozenset({"length", "abort", "content_filter"})
 
 
+_TOO_DEEP = Drop(DropReason.BAD_FIELD, "a field is nested too deeply")
+
+
 def parse_record(record: object) -> Conversation | PlainText | Pretokenized | Drop:
     """The conversation, text or tokens of one JSON value, or why it cannot be used.
 
@@ -48,6 +52,8 @@ def parse_record(record: object) -> Conversation | PlainText | Pretokenized | Dr
         return _parse(record)
     except RowRefusedError as error:
         return error.drop
+    except RecursionError:
+        return _TOO_DEEP
 
 
 def _parse(record: object) -> Conversation | PlainText | Pretokenized:
@@ -61,6 +67,7 @@ def _parse(record: object) -> Conversation | PlainText | Pretokenized:
         "source": _text(present, "source"),
         "generated_by": _text(present, "generated_by") or _text(present, "answered_by") or None,
         "is_cut_off": is_cut_off,
+        "template_arguments": _template_arguments(present),
     }
     if "input_ids" in present:
         token_ids, loss_mask = _tokens(present)
@@ -80,12 +87,7 @@ def _parse(record: object) -> Conversation | PlainText | Pretokenized:
         )
     messages = _messages(present, turns)
     _check_answers(messages, is_cut_off)
-    arguments = present.get("chat_template_kwargs", {})
-    if not isinstance(arguments, dict):
-        raise RowRefusedError(DropReason.BAD_FIELD, "chat_template_kwargs must be an object")
-    return Conversation(
-        **carried, messages=messages, tools=tuple(_tools(present)), template_arguments=arguments
-    )
+    return Conversation(**carried, messages=messages, tools=tuple(_tools(present)))
 
 
 def parse_prompt(record: object) -> Conversation | Drop:
@@ -97,6 +99,8 @@ def parse_prompt(record: object) -> Conversation | Drop:
         return _parse_prompt(record)
     except RowRefusedError as error:
         return error.drop
+    except RecursionError:
+        return _TOO_DEEP
 
 
 def _parse_prompt(record: object) -> Conversation:
@@ -219,14 +223,25 @@ def _tool_call(call: Any) -> dict[str, Any]:
     arguments = function.get("arguments", {})
     parsed = _from_json(arguments)
     function = {**function, "arguments": parsed if isinstance(parsed, dict) else arguments}
-    return {**call, "function": function} if "function" in call else function
+    result = {**call, "function": function} if "function" in call else function
+    require_json(result, "a tool call")
+    return result
 
 
 def _tools(record: dict[str, Any]) -> list[dict[str, Any]]:
     tools = _from_json(record.get("tools") or [])
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RowRefusedError(DropReason.BAD_FIELD, "tools must be a list of objects")
+    require_json(tools, "tools")
     return tools
+
+
+def _template_arguments(record: dict[str, Any]) -> dict[str, Any]:
+    arguments = record.get("chat_template_kwargs", {})
+    if not isinstance(arguments, dict):
+        raise RowRefusedError(DropReason.BAD_FIELD, "chat_template_kwargs must be an object")
+    require_json(arguments, "chat_template_kwargs")
+    return arguments
 
 
 def _tokens(record: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -267,6 +282,8 @@ def _from_json(value: Any) -> Any:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:
         return value
+    except RecursionError:
+        raise RowRefusedError(_TOO_DEEP.reason, _TOO_DEEP.detail) from None
 
 
 def _turns(record: dict[str, Any], key: str, role: str) -> list[Any]:

@@ -24,15 +24,6 @@ from cache_builder.record import parse_record
 from cache_builder.sources import find_files
 from cache_builder.template import ChatTemplate, MaskedTokens, message_fields
 
-REPLACED_KEYS = frozenset(
-    {
-        *("messages", "conversations", "prompt", "response", "text", "system", "tools"),
-        *("input_ids", "loss_mask", "finished", "finish_reason", "answered_by", "generated_by"),
-        *("sampling", "chat_template_kwargs"),
-    }
-)
-"""Keys of a row that are written anew. Every other key is carried over."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -101,6 +92,7 @@ def regenerate(
     out: Path,
     *,
     generated_by: str,
+    rendered_by: str,
     sampling: Sampling,
     max_length: int,
     unset: str | None = None,
@@ -114,6 +106,7 @@ def regenerate(
     as they are needed: memory holds 16 bytes (as a Python object, about 100) of each.
 
     Args:
+        rendered_by: stands for tokenizer and template, whose arguments are written as they are.
         max_length: tokens of a prompt together with `sampling.max_new_tokens` at most.
         unset: who decides what `sampling` does not name; written into the rows.
         limit: prompts to answer at most, those in `out` included.
@@ -125,7 +118,9 @@ def regenerate(
     """
     report = RegenerateReport()
     settings = asdict(sampling) | ({"unset": unset} if unset else {})
-    origin = {"generated_by": generated_by, "sampling": settings}
+    origin = {"generated_by": generated_by, "rendered_by": rendered_by, "sampling": settings}
+    if template.arguments:
+        origin["chat_template_kwargs"] = template.arguments
     files = [file for source in sources for file in find_files(source)]
     max_prompt_tokens = max_length - sampling.max_new_tokens
     with AnswerFile(out, origin) as answers, AnswerProgress(files, limit) as progress:
@@ -199,13 +194,10 @@ def _row(
     report: RegenerateReport,
 ) -> dict[str, Any]:
     prompt = exchange.prompt
-    row = {key: value for key, value in prompt.row.items() if key not in REPLACED_KEYS}
     reason = exchange.answers[-1].finish_reason
-    row |= {KEY: prompt.key.hex(), **origin, "finish_reason": reason}
+    row = {**prompt.carried, KEY: prompt.key.hex(), **origin, "finish_reason": reason}
     if prompt.conversation.tools:
         row["tools"] = list(prompt.conversation.tools)
-    if template.arguments:
-        row["chat_template_kwargs"] = template.arguments
     row["messages"] = message_fields(exchange.messages, verbatim=True)
     if exchange.token_ids is None:
         return row

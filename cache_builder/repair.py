@@ -14,6 +14,7 @@ from cache_builder.description import (
     read_prepared,
 )
 from cache_builder.jobs import capture_shards, make_job
+from cache_builder.lease import require_lease
 from cache_builder.lock import builder_lock
 from cache_builder.plan import Plan
 from cache_builder.projecting import put_projection
@@ -77,10 +78,12 @@ def repair(config: BuildConfig, *, drop_lost: bool = False) -> list[str]:
         _drop(path, sorted(set(damaged) - known), source, allowed=drop_lost)
         todo = [shard_id for shard_id in damaged if shard_id in known]
         discard_uncommitted(path)
+        required = committed_shards(path).union(todo)
         if todo:
             _capture(config, spec, prepared, plans, todo)
         if manifest is not None:
-            publish(path, spec, max_quarantined_fraction=config.capture.max_quarantined_fraction)
+            fraction = config.capture.max_quarantined_fraction
+            publish(path, spec, required=required, max_quarantined_fraction=fraction)
         else:
             logger.warning("%s: nothing is published yet: run `cache-builder build`", path)
     return todo
@@ -100,7 +103,11 @@ def _capture(
     describe_capture(config, target_path, template).require_equal(spec, str(path))
     for plan in plans:
         tasks = [
-            Task(shard_id, _forward(path, spec, plan, shard_id))
+            Task(
+                shard_id,
+                _forward(path, spec, plan, shard_id),
+                replaces=open_storage(path).version(record_key(shard_id)),
+            )
             for shard_id in plan.shard_ids
             if shard_id in todo
         ]
@@ -222,4 +229,6 @@ def _drop(path: Location, lost: Sequence[str], source: str | None, *, allowed: b
             "them. Restore the plans; or repair with --drop-lost, which lets go of them, and "
             "build again, which captures their samples from the data."
         )
-    open_storage(path).delete(*(record_key(shard_id) for shard_id in lost))
+    if lost:
+        require_lease(path)
+        open_storage(path).delete(*(record_key(shard_id) for shard_id in lost))

@@ -9,6 +9,7 @@ the old one are one step. Retired shards stay on disk until a generation without
 import logging
 from collections.abc import Mapping
 
+from cache_builder.lease import require_lease
 from shared.errors import CacheError
 from shared.files import canonical_json, parse_json, sha256_bytes
 from shared.layout import RECORDS, generation_key, record_key
@@ -65,10 +66,14 @@ def remove_retired(cache: Location, published: Manifest) -> None:
     `published` is the newest manifest: it names none of them. The generations go first, so that
     whoever asks for one is told so; `retired.json` goes last, so that a kill at any point leaves
     what the next call needs.
+
+    Raises:
+        CacheLockedError: another builder took over.
     """
     storage = open_storage(cache)
     if not storage.exists(RETIRED):
         return
+    require_lease(cache)
     retired = retired_shards(cache)
     assert not retired & published.records.keys()
     removed = [

@@ -43,8 +43,7 @@ def write_selection(
         record = _copy_files(selection, wip, shard_id)
     else:
         record = _copy_samples(selection, wip, spec, plan, shard_id)
-    commit_shard(cache, record)
-    return record
+    return commit_shard(cache, record)
 
 
 def _copy_samples(
@@ -58,7 +57,7 @@ def _copy_samples(
     old, codec = selection.record, spec.build_codec()
     reader = ShardReader(selection.storage, old, spec)
     calibration = read_calibration(selection.storage, old.calibration, spec)
-    sums = LayerSums(spec.num_captured)
+    sums = LayerSums(spec.row_sizes)
     writer = ShardWriter(wip, spec, shard_id)
     try:
         positions = plan.shard_positions(shard_id)

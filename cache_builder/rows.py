@@ -150,7 +150,7 @@ def _read_table(file: DataFile, digest: str | None) -> Iterator[tuple[int, dict[
             yield number, row
     except DataError:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # the last of a column of JSON
         raise _unreadable(file, number, error) from error
     if digest is not None and digest_file(file.path) != digest:
         raise DataError(f"{file}: {CHANGED}")

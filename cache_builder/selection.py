@@ -1,7 +1,7 @@
 """Which stored samples a command keeps or adds, and the plan of the shards they become."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from cache_builder.corpus import TokenizedSample
 from cache_builder.plan import Plan, next_plan_id
 from cache_builder.plan_writer import PlanWriter
 from cache_builder.retirement import retired_shards
-from cache_builder.stored_plans import readable_plans, share_plan
+from cache_builder.stored_plans import readable_plan, share_plan
 from cache_builder.workspace import workspace
 from shared.errors import CacheError, ShardCorruptError
 from shared.layout import PLANS
@@ -59,20 +59,16 @@ class Selection:
 
 
 def select(
-    storage: Storage, record: ShardRecord, spec: CaptureSpec, wanted: set[bytes]
+    storage: Storage, record: ShardRecord, spec: CaptureSpec, takes: Callable[[bytes], bool]
 ) -> Selection:
-    """The samples of a shard that are in `wanted`. They are taken out of it: no sample twice.
+    """The samples of a shard that `takes` wants, asked for each id once.
 
     Raises:
         ShardCorruptError: the shard is damaged.
     """
     arrays = ShardReader(storage, record, spec).arrays
-    rows = []
-    for row, sample_id in enumerate(map(bytes, arrays["sample_ids"])):
-        if sample_id in wanted:
-            wanted.remove(sample_id)
-            rows.append(row)
-    chosen = np.array(rows, np.int64)
+    ids = map(bytes, arrays["sample_ids"])
+    chosen = np.array([row for row, i in enumerate(ids) if takes(i)], np.int64)
     num_tokens = int(np.diff(arrays["sample_offsets"])[chosen].sum())
     return Selection(storage, record, chosen, num_tokens, dict(record.quarantined))
 
@@ -169,10 +165,10 @@ def _open_plans(selections: Sequence[Selection], stack: ExitStack) -> dict[_Plan
     """The plans that captured the shards, until `stack` closes; without those that are damaged."""
     plans = {}
     for location in dict.fromkeys(selection.storage.location for selection in selections):
-        directory = stack.enter_context(readable_plans(location))
         for plan_id in sorted({key[1] for key in map(_plan_of, selections) if key[0] == location}):
             try:
-                plans[location, plan_id] = Plan(directory / plan_id)
+                directory = stack.enter_context(readable_plan(location, plan_id))
+                plans[location, plan_id] = Plan(directory)
             except CacheError as error:
                 logger.warning("%s Its samples are kept without file and row.", error)
     return plans

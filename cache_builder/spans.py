@@ -23,6 +23,9 @@ from shared.quantity import count
 THINK_TAIL = re.compile(rf"{THINK_OPEN}\s*(?:{THINK_CLOSE}\s*)?\Z")
 """What a generation prompt may hold of a think block: the opening tag, or an empty block."""
 
+OPEN_THINK = re.compile(rf"{THINK_OPEN}\s*\Z")
+"""The end of a generation prompt that opens a think block."""
+
 Render = Callable[[int, bool], str | None]
 """Renders the first n messages, with or without generation prompt. None: the template refuses."""
 

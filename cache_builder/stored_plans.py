@@ -30,15 +30,21 @@ def own_plans(cache: Location) -> list[Path]:
     return find_plans(place)
 
 
-@contextmanager
-def readable_plans(cache: Location) -> Iterator[Path]:
-    """A directory with the plans, for whoever only reads the cache."""
+def plan_ids(cache: Location) -> list[str]:
+    """Of the plans that are in the cache, oldest first."""
     if isinstance(cache, Path):
-        yield cache / PLANS
+        return [directory.name for directory in find_plans(cache / PLANS)]
+    return sorted(_stored_ids(open_storage(cache)), key=int)
+
+
+@contextmanager
+def readable_plan(cache: Location, plan_id: str) -> Iterator[Path]:
+    """The directory of one plan, for whoever only reads the cache. It need not exist."""
+    if isinstance(cache, Path):
+        yield cache / PLANS / plan_id
         return
-    with tempfile.TemporaryDirectory(prefix="draftcache-plans-") as name:
-        _copy(open_storage(cache), Path(name))
-        yield Path(name)
+    with tempfile.TemporaryDirectory(prefix="draftcache-plan-") as name:
+        yield fetch_plan(open_storage(cache), plan_id, Path(name))
 
 
 def share_plan(cache: Location, plan: Plan) -> Plan:
@@ -58,18 +64,19 @@ def share_plan(cache: Location, plan: Plan) -> Plan:
 
 
 def _remove_parts(storage: Storage) -> None:
-    names = [name for name in storage.names(PLANS) if is_plan_id(name)]
-    parts = [n for n in names if not storage.exists(f"{PLANS}/{n}/{DESCRIPTION}")]
-    storage.delete_trees(*(f"{PLANS}/{name}" for name in parts))
+    names = filter(is_plan_id, storage.names(PLANS))
+    parts = set(names).difference(_stored_ids(storage))
+    storage.delete_trees(*(f"{PLANS}/{name}" for name in sorted(parts)))
+
+
+def _stored_ids(storage: Storage) -> list[str]:
+    names = filter(is_plan_id, storage.names(PLANS))
+    return [name for name in names if storage.exists(f"{PLANS}/{name}/{DESCRIPTION}")]
 
 
 def _copy(storage: Storage, place: Path) -> None:
     """Make `place` hold the plans of the bucket and no others."""
-    stored = {
-        name: storage.read(key)
-        for name in storage.names(PLANS)
-        if is_plan_id(name) and storage.exists(key := f"{PLANS}/{name}/{DESCRIPTION}")
-    }
+    stored = {n: storage.read(f"{PLANS}/{n}/{DESCRIPTION}") for n in _stored_ids(storage)}
     for directory in find_plans(place):
         description = directory / DESCRIPTION
         if not description.is_file() or stored.get(directory.name) != description.read_bytes():

@@ -8,6 +8,7 @@ import logging
 import queue
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -28,6 +29,9 @@ logger = logging.getLogger(__name__)
 _QUEUED_BATCHES = 2
 """Micro-batches that may wait for the writer: the bound on memory. Their states are on the device
 still, so that neither checks nor codec nor copy hold up the next forward."""
+
+_POLL_SECONDS = 1.0
+"""How often whoever waits for the writer looks whether it is alive."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -76,7 +80,7 @@ class BatchWriter:
         self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
         self._queue: queue.Queue[CapturedBatch | None] = queue.Queue(_QUEUED_BATCHES)
         self._error: BaseException | None = None
-        self.sums = LayerSums(spec.num_captured)
+        self.sums = LayerSums(spec.row_sizes)
         self.quarantined: dict[str, str] = {}
         self.pack_seconds = self.write_seconds = 0.0
         self._thread = threading.Thread(target=self._run, daemon=True, name="shard-writer")
@@ -91,7 +95,7 @@ class BatchWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._queue.put(None)
+        self._hand_over(None)
         self._thread.join()
         if self._error is not None and error is None:
             raise self._error
@@ -102,11 +106,26 @@ class BatchWriter:
         Raises:
             BaseException: what stopped the writer at an earlier one.
         """
+        if self._error is None:
+            self._hand_over(batch)
         if self._error is not None:
             raise self._error
-        self._queue.put(batch)
+
+    def _hand_over(self, batch: CapturedBatch | None) -> None:
+        """Wait for room in the queue, as long as there is somebody who makes it."""
+        while self._thread.is_alive():
+            with suppress(queue.Full):
+                self._queue.put(batch, timeout=_POLL_SECONDS)
+                return
 
     def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # of the device itself: handed over, as below
+            error.add_note(f"shard {self._shard_id}")
+            self._error = self._error or error
+
+    def _work(self) -> None:
         with torch.cuda.stream(self._stream):  # does nothing where there is none
             while (batch := self._queue.get()) is not None:
                 if self._error is not None:

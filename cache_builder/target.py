@@ -27,10 +27,11 @@ from cache_builder.target_config import (
 from shared import log
 from shared.decoder import Decoder
 from shared.errors import TargetError
-from shared.files import canonical_json, sha256_bytes, sha256_file
+from shared.files import canonical_json, sha256_bytes
 from shared.head import Head
-from shared.quantity import count, size
+from shared.quantity import count
 from shared.spec import LastHidden, TargetSpec
+from shared.weights import weights_sha256
 
 logger = logging.getLogger(__name__)
 
@@ -112,16 +113,12 @@ def describe_target(path: Path, config: TargetConfig) -> TargetSpec:
     """
     model_config = load_config(path)
     text = model_config.get_text_config()
-    weights = sorted(path.glob("*.safetensors"))
-    if not weights:
-        raise TargetError(f"{path}: no *.safetensors weights. Convert the model first.")
-    total = sum(file.stat().st_size for file in weights)
-    logger.info("hashing %s, %s", count(len(weights), "weight file"), size(total))
+    weights = weights_sha256(path)
     fields = read_target_json(path / "config.json")
     stable = {key: value for key, value in fields.items() if key not in _VOLATILE_CONFIG}
     return TargetSpec(
         config_sha256=sha256_bytes(canonical_json(stable)),
-        weights_sha256=sha256_bytes(canonical_json({f.name: sha256_file(f) for f in weights})),
+        weights_sha256=weights,
         model_type=model_config.model_type,
         dtype=config.dtype,
         quantization=describe_quantization(path, model_config),

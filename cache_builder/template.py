@@ -23,11 +23,14 @@ from cache_builder.answer import locate_answer
 from cache_builder.control import ControlTokens
 from cache_builder.conversation import Conversation, Drop, DropReason, Message, RowRefusedError
 from cache_builder.encoding import Encoder
-from cache_builder.spans import Span, marked_spans, occurrence_spans, prefix_spans
+from cache_builder.spans import OPEN_THINK, Span, marked_spans, occurrence_spans, prefix_spans
 from shared.errors import TargetError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_TAIL_TOKENS = 32
+"""Enough for a think tag and the line breaks behind it, a byte each."""
 
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -143,6 +146,11 @@ class ChatTemplate:
             raise RowRefusedError(DropReason.TEMPLATE_REFUSED, _one_line(error)) from error
         return self._encoder.encode(text).ids.astype(np.int32)
 
+    def opened_thought(self, prompt_ids: Sequence[int]) -> str:
+        """The opening think tag that a prompt ends in. Empty: it ends in none."""
+        found = OPEN_THINK.search(self.decode(prompt_ids[-_TAIL_TOKENS:]))
+        return found.group() if found else ""
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, special tokens and spaces as they are."""
         text: str = self._tokenizer.decode(
@@ -159,19 +167,27 @@ class ChatTemplate:
         if found := self._control.find(conversation):
             raise RowRefusedError(DropReason.CONTROL_TOKEN, found)
 
-    def tokenize(self, conversation: Conversation) -> MaskedTokens | Drop:
-        """Ids and mask of a conversation, or why its mask cannot be proven."""
-        if clash := sorted(self._reserved & conversation.template_arguments.keys()):
-            return Drop(
+    def require_arguments(self, recorded: Mapping[str, Any]) -> None:
+        """Refuse answers that were generated with other template arguments.
+
+        Raises:
+            RowRefusedError: naming the first.
+        """
+        if clash := sorted(self._reserved & recorded.keys()):
+            raise RowRefusedError(
                 DropReason.BAD_FIELD, f"chat_template_kwargs must not set {', '.join(clash)}"
             )
-        for key, value in conversation.template_arguments.items():
+        for key, value in recorded.items():
             if (ours := self.arguments.get(key)) != value:
-                return Drop(
+                raise RowRefusedError(
                     DropReason.MODE_MISMATCH,
                     f"answered with {key} = {value!r}, but the template arguments say {ours!r}",
                 )
+
+    def tokenize(self, conversation: Conversation) -> MaskedTokens | Drop:
+        """Ids and mask of a conversation, or why its mask cannot be proven."""
         try:
+            self.require_arguments(conversation.template_arguments)
             self.require_no_control_token(conversation)
         except RowRefusedError as error:
             return error.drop

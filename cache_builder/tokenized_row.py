@@ -101,6 +101,7 @@ def _ids_and_mask(
                 "plain text does not show what the target would generate",
             )
         case Pretokenized():
+            template.require_arguments(record.template_arguments)
             # Ids beyond int32 are out of range for any target; clipped, they still are.
             ids = [max(-1, min(value, MAX_ID)) for value in record.token_ids]
             tokens = MaskedTokens(np.array(ids, np.int32), np.array(record.loss_mask, np.uint8))

@@ -66,7 +66,7 @@ def describe_tokens(
         )
     generation = _generation_config(path)
     return TokenSpec(
-        tokenizer_sha256=sha256_bytes(canonical_json(dict(_digests(path, template)))),
+        tokenizer_sha256=_tokenizer_sha256(path, template),
         template_sha256=template.sha256,
         template_arguments=dict(config.template_arguments),
         max_length=config.max_length,
@@ -76,6 +76,12 @@ def describe_tokens(
         ),
         pad_token_id=generation.get("pad_token_id", getattr(text, "pad_token_id", None)),
     )
+
+
+def describe_rendering(path: Path, template: ChatTemplate) -> str:
+    """A short digest of tokenizer and template of the target in `path`, arguments left out."""
+    digests = [_tokenizer_sha256(path, template), template.sha256]
+    return sha256_bytes(canonical_json(digests))[:16]
 
 
 def end_token_ids(path: Path, model_config: Any) -> frozenset[int]:
@@ -112,6 +118,10 @@ def max_positions(text_config: Any) -> int | None:
             if original and factor:
                 positions = max(positions, int(original * factor))
     return positions
+
+
+def _tokenizer_sha256(path: Path, template: ChatTemplate) -> str:
+    return sha256_bytes(canonical_json(dict(_digests(path, template))))
 
 
 def _digests(path: Path, template: ChatTemplate) -> Iterator[tuple[str, str]]:

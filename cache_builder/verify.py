@@ -7,9 +7,9 @@ from typing import Any, Literal
 import torch
 
 from cache_builder.commit import read_record
-from cache_builder.plan import Plan, find_plans
+from cache_builder.plan import Plan
 from cache_builder.retirement import RETIRED, foreign_records, retired_shards
-from cache_builder.stored_plans import readable_plans
+from cache_builder.stored_plans import plan_ids, readable_plan
 from shared.cache import Cache
 from shared.errors import CacheError
 from shared.layout import MANIFEST, RECORDS, generation_key
@@ -155,12 +155,12 @@ def _verify_whole(cache: Cache) -> list[Problem]:
 def _verify_builder(path: Location) -> list[Problem]:
     """What only the builder reads."""
     problems = []
-    with readable_plans(path) as plans:
-        for directory in find_plans(plans):
-            try:
+    for plan_id in plan_ids(path):
+        try:
+            with readable_plan(path, plan_id) as directory:
                 Plan(directory)
-            except CacheError as error:
-                problems.append(_problem("plan", error, name=directory.name))
+        except CacheError as error:
+            problems.append(_problem("plan", error, name=plan_id))
     try:
         retired_shards(path)
     except CacheError as error:

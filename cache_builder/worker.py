@@ -34,6 +34,8 @@ class Task:
 
     shard_id: str
     forward: Forward
+    replaces: str | None = None
+    """Version of the record of a damaged shard whose place it takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,7 @@ class Worker:
             min_free_bytes=job.min_free_bytes,
         )
         with self._threads(task.forward.threads):
-            return capture.capture(task.shard_id, task.forward, progress)
+            return capture.capture(task.shard_id, task.forward, progress, replaces=task.replaces)
 
     @contextmanager
     def _threads(self, count: int) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import signal
 import sys
 from collections.abc import Callable
@@ -53,6 +54,20 @@ class LocationType(click.ParamType):  # type: ignore[type-arg]  # generic only i
             return parse_location(value)
         except ConfigError as error:
             self.fail(str(error), param, ctx)
+
+
+class FiniteFloat(click.FloatRange):
+    """A number in a range: neither NaN, which no comparison keeps out, nor infinity."""
+
+    name = "number"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

@@ -15,7 +15,7 @@ DraftCacheError
 |   +-- CacheLockedError            another builder holds the cache
 |   +-- ShardCorruptError           a digest, checksum, shape or dtype differs from the record
 +-- RunError                    a run directory, checkpoint or drafter is not what the caller needs
-+-- NonFiniteError              a loss or gradient is not finite (also ArithmeticError)
++-- NonFiniteError              a loss, gradient or logit is not finite (also ArithmeticError)
 
 A message says where, what is wrong, what was expected and found, and what to do.
 The command line prints it as one line and exits with 1; any other exception is a bug.
@@ -84,4 +84,4 @@ class RunError(DraftCacheError):
 
 
 class NonFiniteError(DraftCacheError, ArithmeticError):
-    """A loss or a gradient is not finite."""
+    """A loss, gradient, state or logit is not finite."""

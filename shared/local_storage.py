@@ -26,6 +26,9 @@ from shared.files import (
 from shared.scratch import Scratch
 from shared.storage import Bytes, check_key, ends_early, was_replaced
 
+_OCCUPIED = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
+"""What a directory cannot be renamed to answers: it is there already."""
+
 _READ_BYTES = 1 << 20
 """What is read of a file at a time."""
 
@@ -105,8 +108,17 @@ class LocalStorage:
         return sha256_bytes(data)
 
     def put_tree(self, directory: Path, key: str) -> None:
-        with writing(self.path(key)):
-            commit_directory(directory, self.path(key))
+        target = self.path(key)
+        with writing(target):
+            try:
+                commit_directory(directory, target)
+            except OSError as error:
+                # Not removed before: without `directory`, which another worker may have taken
+                # away, what is there stays.
+                if error.errno not in _OCCUPIED or not directory.is_dir():
+                    raise
+                remove_tree(target)
+                commit_directory(directory, target)
 
     def delete(self, *keys: str) -> None:
         with writing(self.root):

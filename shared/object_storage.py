@@ -36,7 +36,10 @@ _PAUSES = (0.5, 2.0, 8.0, 30.0)
 """Seconds before each new try of a request that met a fault of the network or the server. Each is
 logged. A store that never answered is not asked again: its address is more likely wrong."""
 
-_TIMEOUT = "60s"
+_TIMEOUT_SECONDS = 60
+_SLOWEST_BYTES_PER_SECOND = 1_000_000
+"""Of a request that cannot be cut into parts: it may take longer by as much as it is larger."""
+
 _CONNECT_TIMEOUT = "5s"
 _PART_BYTES = 8 << 20
 """Of one request, so that none takes as long as the timeout."""
@@ -64,7 +67,8 @@ class ObjectStorage:
         """
         self.url = url
         environment = tuple(sorted(i for i in os.environ.items() if i[0].startswith("AWS_")))
-        self._store, self._seen = _connect(url.bucket, url.prefix, environment)
+        self._place = url.bucket, url.prefix, environment
+        self._store, self._seen = _connect(*self._place)
 
     def __str__(self) -> str:
         return str(self.url)
@@ -141,8 +145,10 @@ class ObjectStorage:
 
         path = self._key(key)
         mode: Any = "create" if version is None else {"e_tag": version}
+        # One request, however large: in parts, no condition would hold.
+        store, _ = _connect(*self._place, _timeout_for(len(data)))
         try:
-            done = self._call("put", key, lambda: obstore.put(self._store, path, data, mode=mode))
+            done = self._call("put", key, lambda: obstore.put(store, path, data, mode=mode))
         except (AlreadyExistsError, PreconditionError):
             # The answer to an earlier try may have been lost on its way.
             with contextlib.suppress(ShardCorruptError):
@@ -160,9 +166,12 @@ class ObjectStorage:
 
     def put_tree(self, directory: Path, key: str) -> None:
         files = [path for path in sorted(directory.rglob("*")) if path.is_file()]
-        keys = [f"{key}/{path.relative_to(directory).as_posix()}" for path in files]
+        names = [path.relative_to(directory).as_posix() for path in files]
+        # Over what is there, not after deleting it: another worker may have put it there.
+        others = self.sizes(key).keys() - names
         with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(self.put_file, files, keys))
+            list(pool.map(self.put_file, files, [f"{key}/{name}" for name in names]))
+        self.delete(*(f"{key}/{name}" for name in sorted(others)))
         remove_tree(directory)
 
     def delete(self, *keys: str) -> None:
@@ -300,7 +309,10 @@ class RemoteObject:
 
 @lru_cache(maxsize=16)
 def _connect(
-    bucket: str, prefix: str, environment: tuple[tuple[str, str], ...]
+    bucket: str,
+    prefix: str,
+    environment: tuple[tuple[str, str], ...],
+    timeout_seconds: int = _TIMEOUT_SECONDS,
 ) -> tuple["S3Store", set[str]]:
     """A store and what is known of it, shared by all storages of this process that are alike."""
     try:
@@ -316,7 +328,7 @@ def _connect(
             bucket,
             prefix=prefix or None,
             client_options={
-                "timeout": _TIMEOUT,
+                "timeout": f"{timeout_seconds}s",
                 "connect_timeout": _CONNECT_TIMEOUT,
                 "allow_http": endpoint.startswith("http://"),
             },
@@ -329,6 +341,15 @@ def _connect(
             f"({_reason(str(error))})."
         ) from None
     return store, set()
+
+
+def _timeout_for(size: int) -> int:
+    """Seconds that a request of so many bytes may take: twice as many until it is enough, so that
+    few stores are made."""
+    seconds = _TIMEOUT_SECONDS
+    while seconds * _SLOWEST_BYTES_PER_SECOND < size:
+        seconds *= 2
+    return seconds
 
 
 def _reason(text: str) -> str:

@@ -168,6 +168,12 @@ class CaptureSpec:
         return self.target.hidden_size if self.projection is None else self.projection.rank
 
     @property
+    def row_sizes(self) -> tuple[int, ...]:
+        """Values of each stored row, without the zeros behind a last hidden state."""
+        sizes = (self.width,) * self.num_feature_rows
+        return sizes if self.last_hidden == "none" else (*sizes, self.target.hidden_size)
+
+    @property
     def num_features(self) -> int:
         """Values of one token that a drafter's `fc` reads."""
         return self.num_feature_rows * self.width

@@ -94,7 +94,7 @@ class Storage(Protocol):
         """
 
     def put_tree(self, directory: Path, key: str) -> None:
-        """Move the files of a finished `directory` of this machine under `key`."""
+        """Move the files of a finished `directory` of this machine under `key`; others there go."""
 
     def delete(self, *keys: str) -> None:
         """Remove files, those that are there."""

@@ -410,6 +410,29 @@ def test_a_run_trained_from_another_kind_of_cache_is_refused(
     assert "trained from a cache with" in errors(err)[0]
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e999"])
+@pytest.mark.parametrize(
+    ("stage", "arguments"),
+    [
+        ("trainer", ["evaluate", "run", "--target", "t", "--prompts", "p", "--temperature"]),
+        ("trainer", ["projection", "run", "-o", "p", "--rank-factor"]),
+        ("cache-builder", ["import", "specforge", "from", "cache", "--tolerance"]),
+        ("cache-builder", ["import", "specforge", "from", "cache", "--shard-mib"]),
+        ("cache-builder", ["import", "specforge", "from", "cache", "--min-free-gb"]),
+        ("cache-builder", ["import", "specforge", "from", "cache", "--max-quarantined-fraction"]),
+        ("cache-builder", ["regenerate", "p", "--config", "c", "-o", "o", "--temperature"]),
+        ("cache-builder", ["regenerate", "p", "--config", "c", "-o", "o", "--top-p"]),
+        ("cache-builder", ["regenerate", "p", "--config", "c", "-o", "o", "--timeout"]),
+    ],
+)
+def test_an_option_that_is_no_number_is_wrong_usage(
+    invoke: Invoke, stage: str, arguments: list[str], value: str
+) -> None:
+    code, _, err = invoke(stage, *arguments, value)
+    assert code == 2
+    assert f"Invalid value for '{arguments[-1]}'" in err
+
+
 @pytest.mark.parametrize("package", ["cache_builder", "trainer"])
 def test_help_teaches_and_usage_errors_exit_with_two(package: str) -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:

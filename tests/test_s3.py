@@ -103,6 +103,13 @@ def test_both_storages_keep_the_same_promises(storage: Storage, tmp_path: Path) 
     assert not finished.exists()
     assert storage.sizes("a/tree") == {"c/d": 10, "empty": 0}
     assert storage.names("a/tree") == ["c", "empty"]
+    (tmp_path / "machine" / "again" / "c").mkdir(parents=True)
+    (tmp_path / "machine" / "again" / "c" / "d").write_bytes(b"9876543210")
+    storage.put_tree(tmp_path / "machine" / "again", "a/tree")
+    assert storage.sizes("a/tree") == {"c/d": 10}
+    assert storage.read("a/tree/c/d") == b"9876543210"
+    storage.put("a/tree/c/d", b"0123456789")
+    storage.put("a/tree/empty", b"")
     assert storage.exists("a/tree/c/d")
     assert not storage.exists("a/tree/c")
     assert storage.read("a/tree/empty") == b""
@@ -382,9 +389,9 @@ def test_a_builder_that_lost_its_lock_commits_nothing(
 
     original = capture.commit_shard
 
-    def commit_late(cache: Location, *rest: Any) -> None:
+    def commit_late(cache: Location, *rest: Any, **named: Any) -> Any:
         open_storage(cache).put("builder.lock", b'{"owner": "another", "holder": "another"}')
-        original(cache, *rest)
+        return original(cache, *rest, **named)
 
     monkeypatch.setattr(capture, "commit_shard", commit_late)
     with pytest.raises(CacheLockedError, match="another builder took over"):
@@ -392,6 +399,149 @@ def test_a_builder_that_lost_its_lock_commits_nothing(
     assert committed_shards(url) == set()
     assert uncommitted_groups(url) == []
     assert open_storage(url).exists("builder.lock")  # the other's
+
+
+def test_a_lock_is_kept_whose_heartbeat_was_written_but_called_failed(
+    url: S3Url, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(lease, "BEAT_SECONDS", 0.05)
+    put_over = object_storage.ObjectStorage.put_over
+    beats: list[str] = []
+
+    def answer_lost(self: Any, key: str, data: bytes, version: str | None) -> str:
+        done = put_over(self, key, data, version)
+        beats.append(done)
+        if len(beats) == 2:
+            raise StorageError("timed out")
+        return done
+
+    monkeypatch.setattr(object_storage.ObjectStorage, "put_over", answer_lost)
+    with builder_lock(url):
+        deadline = time.monotonic() + 20
+        while len(beats) < 5 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        lease.require_lease(url)
+    assert len(set(beats)) >= 5
+
+
+def test_a_lock_that_is_deleted_ends_its_heartbeat_and_is_said(
+    url: S3Url, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lease, "BEAT_SECONDS", 0.05)
+    with builder_lock(url):
+        open_storage(url).delete(lease.LEASE)
+        deadline = time.monotonic() + 20
+        while "next commit is refused" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.05)
+        with pytest.raises(CacheLockedError, match="was deleted"):
+            lease.require_lease(url)
+        assert not open_storage(url).exists(lease.LEASE)
+    assert "next commit is refused" in caplog.text
+
+
+@pytest.mark.parametrize("other", ["host", "boot"])
+def test_machines_with_one_home_directory_are_two_builders(
+    url: S3Url, tmp_path: Path, monkeypatch: Any, other: str
+) -> None:
+    """Where each keeps its file locks for itself, as some shared file systems do."""
+    from cache_builder import lock
+
+    monkeypatch.setattr(lock, "try_lock", lambda *arguments: True)
+    monkeypatch.setattr(lease, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(lease, "_POLL_SECONDS", 0.2)
+    with builder_lock(url):
+        ours = lease.lease_owner(url)
+        with pytest.MonkeyPatch.context() as there:
+            if other == "host":
+                names = list(os.uname())
+                there.setattr(os, "uname", lambda: os.uname_result((names[0], "b", *names[2:])))
+            else:
+                (tmp_path / "boot").write_text("of another start\n")
+                there.setattr(lease, "_BOOT_ID", tmp_path / "boot")
+            assert lease.lease_owner(url) != ours
+            with pytest.raises(CacheLockedError, match="another builder is at work"):
+                lease._take(open_storage(url), lease._Holder(lease.lease_owner(url)))
+            with pytest.raises(CacheLockedError, match="took over"):
+                lease.require_lease(url)
+        lease.require_lease(url)
+
+
+def test_only_the_plans_that_are_asked_for_are_copied(
+    fewer: MakeBuild, url: S3Url, tiny_data: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    from cache_builder import stored_plans
+
+    few = write_jsonl(tmp_path / "few.jsonl", conversations(range(4)))
+    more = write_jsonl(tmp_path / "more.jsonl", conversations(range(100, 104)))
+    config = fewer(url, data=[few])
+    build(config)
+    build(fewer(url, data=[few, more]))
+    prune(config)  # of the shards that are left, none is of the second plan
+    into = tmp_path / "into"
+    build(fewer(into, data=[more]))
+    copied: list[tuple[str, int]] = []
+    fetch = stored_plans.fetch_plan
+
+    def counted(storage: Storage, plan_id: str, place: Path) -> Path:
+        directory = fetch(storage, plan_id, place)
+        copied.append((plan_id, len(list(place.iterdir()))))
+        return directory
+
+    monkeypatch.setattr(stored_plans, "fetch_plan", counted)
+    assert merge(into, [url]).num_samples == 4
+    assert copied == [("0001", 1)]
+    copied.clear()
+    assert verify_cache(url, deep=False) == []
+    assert copied == [("0001", 1), ("0002", 1), ("0003", 1)]
+
+
+@pytest.mark.parametrize("when", ["before it looks", "after its upload"])
+def test_a_builder_that_slept_undoes_nothing_of_the_one_that_took_over(
+    fewer: MakeBuild,
+    undisturbed: dict[str, str],
+    url: S3Url,
+    tmp_path: Path,
+    monkeypatch: Any,
+    when: str,
+) -> None:
+    """Suspended within a commit; the other one commits the same shard and publishes meanwhile."""
+    from cache_builder import commit
+
+    monkeypatch.setattr(lease, "BEAT_SECONDS", 1000.0)
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 0.5)
+    monkeypatch.setattr(lease, "_POLL_SECONDS", 0.1)
+    require, put_tree = commit.require_lease, object_storage.ObjectStorage.put_tree
+    others: list[Any] = []
+
+    def sleep() -> None:
+        if not others:
+            others.append(None)
+            build(fewer(replace(url, scratch=tmp_path / "another")))
+            others.append(Cache(url).manifest)
+
+    def looked(cache: Location) -> None:
+        require(cache)
+        if (
+            when == "before it looks"
+            and cache == url
+            and sys._getframe(1).f_code.co_name == ("commit_shard")
+        ):
+            sleep()
+
+    def uploaded(self: Any, directory: Path, key: str) -> None:
+        if len(others) > 1:
+            raise StorageError("the sleeper's machine dies")
+        put_tree(self, directory, key)
+        if when == "after its upload":
+            sleep()
+
+    monkeypatch.setattr(commit, "require_lease", looked)
+    monkeypatch.setattr(object_storage.ObjectStorage, "put_tree", uploaded)
+    with pytest.raises(CacheLockedError, match="another builder took over"):
+        build(fewer(url))
+    assert others[1:] == [Cache(url).manifest]
+    assert digests(url) == undisturbed
+    assert verify_cache(url, deep=True) == []
 
 
 @pytest.mark.parametrize("key", [MANIFEST, generation_key(2, "index.safetensors")])
@@ -463,6 +613,35 @@ def test_faults_of_the_place_are_one_line(
     with pytest.raises(StorageError, match=r"pip install 'draftcache\[s3\]'"):
         Cache(stored)
     object_storage._connect.cache_clear()
+
+
+def test_a_large_conditional_put_may_take_as_long_as_it_is_large(
+    url: S3Url, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index of a generation is one request: it must not end at the time of a small one."""
+
+    class Slow(http.server.BaseHTTPRequestHandler):
+        def do_PUT(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            time.sleep(1.5)
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.send_header("ETag", '"1"')
+            self.end_headers()
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            pass
+
+    monkeypatch.setattr(object_storage, "_TIMEOUT_SECONDS", 1)
+    monkeypatch.setattr(object_storage, "_SLOWEST_BYTES_PER_SECOND", 1000)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow) as slow:
+        threading.Thread(target=slow.serve_forever, daemon=True).start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{slow.server_port}")
+        storage = open_storage(url)
+        with pytest.raises(StorageError, match="cannot put"):
+            storage.put_over("index", bytes(1000), None)
+        assert storage.put_over("index", bytes(10_000), None) == '"1"'
+        slow.shutdown()
 
 
 @pytest.fixture

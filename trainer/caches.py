@@ -12,7 +12,7 @@ from shared import config as configs
 from shared.cache import Cache
 from shared.chunk import Array
 from shared.codec import Calibration
-from shared.errors import CacheError, CacheIncompatibleError, DraftCacheError
+from shared.errors import CacheError, CacheIncompatibleError, DraftCacheError, RunError
 from shared.head import Head
 from shared.index import SampleIndex, require_countable
 from shared.location import Location
@@ -111,6 +111,30 @@ class Caches:
             # Not a key without a value: what runs of before remembered stays as it is.
             **{k: v for k, v in self.spec.to_dict().items() if k == "projection"},
         }
+
+    def require_same(
+        self, remembered: dict[str, Any], where: str, *, same_samples: bool = True
+    ) -> None:
+        """Refuse a checkpoint that was trained from states of another kind, or other samples.
+
+        Args:
+            remembered: by the checkpoint, of what `describe` gave.
+            same_samples: False allows another cache of the same fingerprint.
+
+        Raises:
+            CacheIncompatibleError: naming what differs.
+            RunError: the checkpoint does not say what it was trained from.
+        """
+        ours = self.describe()
+        keys = ["fingerprint", "target_layer_ids", "hidden_size"]
+        for key in keys + ["index_sha256"] * same_samples:
+            if key not in remembered:
+                raise RunError(f"{where}: {key!r} is missing; it cannot be matched to a cache.")
+            if remembered[key] != ours[key]:
+                raise CacheIncompatibleError(
+                    f"{where}: trained from a cache with {key} {remembered[key]}, "
+                    f"{self} has {ours[key]}. Give the cache it was trained from."
+                )
 
 
 def generations_of(remembered: dict[str, Any]) -> list[int]:

@@ -46,20 +46,15 @@ def train_command(path: Path, overrides: tuple[str, ...], resume: bool) -> None:
     the same weights.
     """
     from trainer.ranks import join
-    from trainer.session import Session, pick_device
+    from trainer.session import pick_device
     from trainer.train import train
-    from trainer.warm_start import WarmStart
 
     settings = config.load(TrainConfig, path, overrides)
     with join(pick_device(settings.train.device).type) as ranks:
         if ranks.size > 1:
             level = logging.INFO if ranks.is_main else logging.WARNING
             log.configure(level, worker=f"rank {ranks.rank}")
-        if not resume and ranks.is_main:
-            WarmStart.read(Session.open(settings))  # what cannot start must not cost the run there
-            Run(settings.run.path).start_afresh()
-        ranks.gather("begin")  # when what is not to be resumed is gone
-        stopped_by = train(settings, ranks)
+        stopped_by = train(settings, ranks, is_fresh=not resume)
     if stopped_by is not None:
         raise click.exceptions.Exit(128 + stopped_by)
 
@@ -159,7 +154,7 @@ def export(
 )
 @click.option(
     "--rank-factor",
-    type=click.FloatRange(min=1.0),
+    type=cli.FiniteFloat(min=1.0),
     help="Rank over the target's hidden size; default 1. Above it: leading principal directions.",
 )
 @click.option(

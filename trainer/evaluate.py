@@ -161,7 +161,7 @@ def evaluate_run(
     if max_samples is not None:
         config = replace(config, evaluate=replace(config.evaluate, max_samples=max_samples))
     session = Session.open(config, generations=generations)
-    session.require_same_cache(snapshot.cache, str(run.path), same_samples=cache is None)
+    session.cache.require_same(snapshot.cache, str(run.path), same_samples=cache is None)
     restore(snapshot, session.drafter)
     chosen = min(len(session.split.heldout), config.evaluate.max_samples)
     with Bar("evaluate", "sample", chosen) as bar:

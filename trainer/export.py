@@ -126,7 +126,7 @@ def _reduce(session: Session, size: int) -> tuple[Tensor, str]:
 def _open(run: Run, checkpoint: str) -> tuple[Snapshot, Session]:
     snapshot = run.require_checkpoint(checkpoint)
     session = Session.open(run.config(), generations=generations_of(snapshot.cache))
-    session.require_same_cache(snapshot.cache, str(run.path))
+    session.cache.require_same(snapshot.cache, str(run.path))
     return snapshot, session
 
 

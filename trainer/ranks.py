@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shared.errors import RunError
+from trainer.session import require_gpu
 
 T = TypeVar("T")
 
@@ -94,6 +95,9 @@ def join(device_type: str) -> Iterator[Ranks]:
 
     Args:
         device_type: `cuda` or `cpu`, where the tensors are that they exchange.
+
+    Raises:
+        ConfigError: there are more of them on this machine than GPUs.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1 or not dist.is_torchelastic_launched():
@@ -101,6 +105,7 @@ def join(device_type: str) -> Iterator[Ranks]:
         return
     local_rank = int(os.environ["LOCAL_RANK"])
     if device_type == "cuda":
+        require_gpu(local_rank, f"torchrun --nproc-per-node, rank {local_rank} of this machine")
         torch.cuda.set_device(local_rank)
     dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=_TIMEOUT)
     yield Ranks(dist.get_rank(), size, local_rank)

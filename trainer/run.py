@@ -98,18 +98,19 @@ class Run:
     def start_afresh(self) -> None:
         """Forget what an earlier run left: checkpoints, metrics, evaluations, export.
 
+        Call under `locked`.
+
         Raises:
-            RunError: the directory is not one of a run, or another process trains there.
+            RunError: the directory is not one of a run.
         """
         self.require_own()
-        with self.locked():
-            for name in (checkpoints.CHECKPOINTS, _EVALUATIONS, "export", "wandb"):
-                remove_tree(self.path / name)
-            # The configuration last: killed before, the directory is still known as a run's.
-            for pattern in ("metrics.jsonl", "wandb.json", _NONFINITE.format("*"), _CONFIG):
-                for path in self.path.glob(pattern):
-                    with writing(path):
-                        path.unlink()
+        for name in (checkpoints.CHECKPOINTS, _EVALUATIONS, "export", "wandb"):
+            remove_tree(self.path / name)
+        # The configuration last: killed before, the directory is still known as a run's.
+        for pattern in ("metrics.jsonl", "wandb.json", _NONFINITE.format("*"), _CONFIG):
+            for path in self.path.glob(pattern):
+                with writing(path):
+                    path.unlink()
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -119,12 +119,14 @@ def epoch_batches(length: np.ndarray, config: SamplerConfig, *, seed: int, epoch
 def _check(length: np.ndarray, tokens_per_batch: int) -> None:
     if len(length) == 0:
         raise ValueError("there is no sample to train on. Check the cache's sources and split.")
-    for index, what in (
-        (int(length.argmin()), "is empty. Repair the cache"),
-        (int(length.argmax()), f"exceeds tokens_per_batch = {tokens_per_batch}. Raise it"),
-    ):
-        if not 1 <= length[index] <= tokens_per_batch:
-            raise ValueError(f"sample {index} of {length[index]} tokens {what}.")
+    shortest, longest = int(length.argmin()), int(length.argmax())
+    if length[shortest] < 1:
+        raise ValueError(f"sample {shortest} is empty. Repair the cache.")
+    if length[longest] > tokens_per_batch:
+        raise ValueError(
+            f"sample {longest} of {length[longest]} tokens exceeds tokens_per_batch = "
+            f"{tokens_per_batch}. Raise it."
+        )
 
 
 def iterate(

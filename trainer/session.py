@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shared.errors import CacheIncompatibleError, ConfigError, NonFiniteError, RunError
+from shared.errors import ConfigError, NonFiniteError
 from shared.head import Head
+from shared.quantity import count
 from trainer.batch import Features, mask_token_in_text
 from trainer.caches import Caches
 from trainer.config import TrainConfig
@@ -100,29 +101,6 @@ class Session:
             num_tokens += len(hidden_TF)
         return (square_F / max(num_tokens, 1)).sqrt()
 
-    def require_same_cache(
-        self, remembered: dict[str, Any], where: str, *, same_samples: bool = True
-    ) -> None:
-        """Refuse a checkpoint that was trained from states of another kind, or other samples.
-
-        Args:
-            same_samples: False allows another cache of the same fingerprint.
-
-        Raises:
-            CacheIncompatibleError: naming what differs.
-            RunError: the checkpoint does not say what it was trained from.
-        """
-        ours = self.cache.describe()
-        keys = ["fingerprint", "target_layer_ids", "hidden_size"]
-        for key in keys + ["index_sha256"] * same_samples:
-            if key not in remembered:
-                raise RunError(f"{where}: {key!r} is missing; it cannot be matched to a cache.")
-            if remembered[key] != ours[key]:
-                raise CacheIncompatibleError(
-                    f"{where}: trained from a cache with {key} {remembered[key]}, "
-                    f"{self.cache} has {ours[key]}. Give the cache it was trained from."
-                )
-
 
 def pick_device(name: str, local_rank: int = 0, *, setting: str = "train.device") -> torch.device:
     """The device of a setting; `auto` is the GPU of that number, where there are any.
@@ -138,9 +116,25 @@ def pick_device(name: str, local_rank: int = 0, *, setting: str = "train.device"
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"{setting} {name!r}: {error}") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"{setting} {name!r}: torch sees no CUDA device here.")
+    if device.type == "meta":
+        raise ConfigError(f"{setting} {name!r}: holds no values. Choose cpu, cuda or auto.")
+    if device.type == "cuda":
+        require_gpu(device.index or 0, f"{setting} {name!r}")
     return device
+
+
+def require_gpu(number: int, where: str) -> None:
+    """Refuse a GPU that is not there.
+
+    Raises:
+        ConfigError: naming how many there are.
+    """
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if number >= there:
+        raise ConfigError(
+            f"{where}: needs the GPU of number {number}, torch sees {count(there, 'CUDA device')} "
+            "here."
+        )
 
 
 def check_teacher(config: LossConfig, cache: Caches) -> None:
@@ -203,14 +197,14 @@ def check_size(config: DrafterConfig, cache: Caches, device: torch.device) -> No
     Raises:
         ConfigError: weights, gradients and AdamW's moments exceed the device's memory.
     """
-    count = num_parameters(config, cache.spec.target.hidden_size, cache.spec.num_features)
+    total = num_parameters(config, cache.spec.target.hidden_size, cache.spec.num_features)
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if (needed := _BYTES_PER_PARAMETER * count) > memory:
+    if (needed := _BYTES_PER_PARAMETER * total) > memory:
         raise ConfigError(
-            f"drafter: {count:,} parameters need {needed / 2**30:,.1f} GiB to be trained, {device} "
+            f"drafter: {total:,} parameters need {needed / 2**30:,.1f} GiB to be trained, {device} "
             f"has {memory / 2**30:,.1f} GiB in all. Look at drafter.num_layers, intermediate_size, "
             "num_heads and head_dim."
         )

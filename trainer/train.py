@@ -49,29 +49,44 @@ class _StoppedError(Exception):
 class Training:
     """One run, from its newest checkpoint to its last step."""
 
-    def __init__(self, config: TrainConfig, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self, config: TrainConfig, ranks: Ranks = ALONE, *, is_fresh: bool = False
+    ) -> None:
+        """Load the newest checkpoint, or begin; call under `Run.locked`.
+
+        Args:
+            is_fresh: begin anew. What the run has is deleted when nothing is left to be refused.
+        """
         self.config = config
         self.ranks = ranks
         _require_share(config, ranks)
         self.run = Run(config.run.path)
-        snapshot = self.run.newest_checkpoint()
+        self.run.require_own()
+        if is_fresh:
+            _require_start_elsewhere(config)
+        snapshot = None if is_fresh else self.run.newest_checkpoint()
         generations = None if snapshot is None else generations_of(snapshot.cache)
         self.meter = Meter(pick_device(config.train.device, ranks.local_rank))
         self.session = Session.open(config, generations=generations, local_rank=ranks.local_rank)
         self.order, self.footprint = measure_order(self.session)
-        if snapshot is not None:
-            self._check(snapshot)
-        warm_start = WarmStart.read(self.session) if snapshot is None else None
-        if ranks.is_main:
-            self.run.begin(config, snapshot)
         self.learner = Learner(self.session, self.run, ranks)
+        if snapshot is None:
+            self.learner.begin(WarmStart.read(self.session))
+        else:
+            self._check(snapshot)
+        if ranks.is_main:
+            require_unused_mask_token(config.drafter, self.session.cache)
+        if is_fresh:
+            ranks.gather("begin")  # none of them refuses
+        if ranks.is_main:
+            if is_fresh:
+                self.run.start_afresh()
+            self.run.begin(config, snapshot)
         self.queue_trend = QueueTrend()
         self.pauses = Pauses()
         self.unlogged: dict[str, Any] | None = None
         """Metrics of a step that is done but for its evaluation, which a stop cut short."""
-        if snapshot is None:
-            self.learner.begin(warm_start)
-        else:
+        if snapshot is not None:
             self._restore(snapshot)
         if ranks.size > 1:
             ranks.require_equal("where to start", self._start())
@@ -91,7 +106,6 @@ class Training:
             logger.info("all %d steps are done; nothing to train", self.step)
             return None
         if self.ranks.is_main:
-            require_unused_mask_token(self.config.drafter, self.session.cache)
             announce(self.session, self.learner.optimizer, self.order, self.footprint, self.ranks)
         with StopRequest() as stop:
             if not self.ranks.is_main:
@@ -295,7 +309,7 @@ class Training:
 
     def _check(self, snapshot: Snapshot) -> None:
         where = f"{self.config.run.path}, checkpoint of step {snapshot.step}"
-        self.session.require_same_cache(snapshot.cache, where)
+        self.session.cache.require_same(snapshot.cache, where)
         if snapshot.step > self.config.train.steps:
             raise RunError(f"{where}: the run is to end at step {self.config.train.steps}.")
 
@@ -308,10 +322,12 @@ class Training:
         logger.info("resuming from step %d", self.step)
 
 
-def train(config: TrainConfig, ranks: Ranks = ALONE) -> signal.Signals | None:
-    """Train, or go on training, the run that `config` describes: see `Training.train`."""
+def train(
+    config: TrainConfig, ranks: Ranks = ALONE, *, is_fresh: bool = False
+) -> signal.Signals | None:
+    """Train, or go on training, the run that `config` describes: see `Training`."""
     with Run(config.run.path).locked() if ranks.is_main else nullcontext():
-        return Training(config, ranks).train()
+        return Training(config, ranks, is_fresh=is_fresh).train()
 
 
 def _require_share(config: TrainConfig, ranks: Ranks) -> None:
@@ -320,6 +336,15 @@ def _require_share(config: TrainConfig, ranks: Ranks) -> None:
         raise ConfigError(
             f"train.batches_per_step: {count} micro-batches of a step, over all ranks, do not make "
             f"equal shares for {ranks.size}. Set it to a multiple of {ranks.size}."
+        )
+
+
+def _require_start_elsewhere(config: TrainConfig) -> None:
+    start, run = config.train.init_from, config.run.path
+    if start is not None and start.resolve().is_relative_to(run.resolve()):
+        raise ConfigError(
+            f"train.init_from {start}: lies in the run {run}, which --fresh deletes. Copy it "
+            "elsewhere, or give the new run another path."
         )
 
 

@@ -48,9 +48,13 @@ def preview(path: Path, overrides: tuple[str, ...], num_samples: int, num_rows: 
     "--max-new-tokens", type=int, default=2048, show_default=True, help="Tokens of one answer."
 )
 @click.option(
-    "--temperature", type=float, default=0.0, show_default=True, help="0: always the most likely."
+    "--temperature",
+    type=cli.FiniteFloat(),
+    default=0.0,
+    show_default=True,
+    help="0: always the most likely.",
 )
-@click.option("--top-p", type=float, default=1.0, show_default=True)
+@click.option("--top-p", type=cli.FiniteFloat(), default=1.0, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True, help="For temperatures over 0.")
 @click.option("--limit", type=click.IntRange(min=1), help="Prompts to answer at most.")
 @click.option(
@@ -91,7 +95,7 @@ def preview(path: Path, overrides: tuple[str, ...], num_samples: int, num_rows: 
 )
 @click.option(
     "--timeout",
-    type=float,
+    type=cli.FiniteFloat(),
     default=600.0,
     show_default=True,
     help="Seconds for one answer. With --endpoint.",
@@ -156,7 +160,7 @@ def regenerate(
     from cache_builder.regenerate import regenerate as regenerate_answers
     from cache_builder.target import describe_target, resolve_target
     from cache_builder.target_config import load_config
-    from cache_builder.tokens import end_token_ids, load_template
+    from cache_builder.tokens import describe_rendering, end_token_ids, load_template
 
     _require_fitting(context, endpoint, model)
     settings = config.load(BuildConfig, path, overrides)
@@ -195,6 +199,7 @@ def regenerate(
             prompts,
             out,
             generated_by=generated_by,
+            rendered_by=describe_rendering(place, template),
             sampling=sampling,
             max_length=settings.data.max_length,
             unset="server" if is_plain else None,

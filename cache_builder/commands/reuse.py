@@ -109,17 +109,21 @@ def merge(into: Location, sources: tuple[Location, ...]) -> None:
 @click.option("--no-recapture", is_flag=True, help="Compare nothing: believe the declarations.")
 @click.option(
     "--tolerance",
-    type=float,
+    type=cli.FiniteFloat(),
     help=f"Relative difference that is allowed; default: {_CHECK.tolerance:g}.",
 )
 @click.option("--seed", type=int, help=f"Chooses the K samples; default: {_CHECK.seed}.")
 @click.option(
     "--max-quarantined-fraction",
-    type=float,
+    type=cli.FiniteFloat(),
     help="Share of samples with unusable states (not finite, constant) allowed; as in a build.",
 )
-@click.option("--shard-mib", type=float, help="Raw states of one shard, MiB; as in a build.")
-@click.option("--min-free-gb", type=float, help="Disk space that stays free; as in a build.")
+@click.option(
+    "--shard-mib", type=cli.FiniteFloat(), help="Raw states of one shard, MiB; as in a build."
+)
+@click.option(
+    "--min-free-gb", type=cli.FiniteFloat(), help="Disk space that stays free; as in a build."
+)
 def import_command(kind: str, source: Path, cache: Location, **options: Any) -> None:
     """Import hidden states that another tool captured into CACHE.
 

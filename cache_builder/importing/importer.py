@@ -25,7 +25,7 @@ from cache_builder.importing.specforge import SpecForgeSource
 from cache_builder.importing.speculators import SpeculatorsSource
 from cache_builder.lock import builder_lock
 from cache_builder.plan import Plan
-from cache_builder.planning import committed_samples, find_plan
+from cache_builder.planning import find_plan, stored_samples
 from cache_builder.space import bytes_here, require_fit
 from cache_builder.stored_plans import share_plan
 from cache_builder.target import (
@@ -128,7 +128,10 @@ def import_states(config: ImportConfig) -> ImportReport:
             check, prepared = _check_and_prepare(job, plan, prepared)
             _write(job, plan, todo, prepared)
         manifest = publish(
-            job.cache, job.spec, max_quarantined_fraction=config.max_quarantined_fraction
+            job.cache,
+            job.spec,
+            required=done.union(plan.shard_ids),
+            max_quarantined_fraction=config.max_quarantined_fraction,
         )
     Cache(job.cache)  # a reader must be able to open what was published
     return ImportReport(
@@ -220,7 +223,7 @@ def _find_or_make_plan(job: _Job) -> Plan:
         job.shape,
         cache=job.cache,
         key=key,
-        known=committed_samples(job.cache)[0],
+        stored=stored_samples(job.cache),
         tag=config.source_tag,
         on_mismatch=config.on_mismatch,
         shard_mib=config.plan.shard_mib,

@@ -21,6 +21,7 @@ from cache_builder.importing.source import (
 )
 from cache_builder.plan import Plan, next_plan_id
 from cache_builder.plan_writer import PlanWriter
+from cache_builder.planning import StoredSamples
 from cache_builder.workspace import workspace
 from shared.bar import tracked
 from shared.errors import DataError
@@ -59,12 +60,12 @@ def plan_import(
     *,
     cache: Location,
     key: str,
-    known: IdSet,
+    stored: StoredSamples,
     tag: str,
     on_mismatch: str,
     shard_mib: float,
 ) -> Plan:
-    """Read the tokens of all samples of `source` and write a plan of those not in `known`.
+    """Read the tokens of all samples of `source` and write a plan of those not in `stored`.
 
     Raises:
         DataError: states and tokens of a sample do not belong together and `on_mismatch` is
@@ -97,14 +98,15 @@ def plan_import(
                 skip(place, error)
                 continue
             seen.add(identity := bytes.fromhex(sample.sample_id))
-            report.keep(found, is_cached=identity in known)
-            if identity not in known:
+            report.keep(found, is_cached=identity in stored.ids)
+            if identity not in stored.ids:
                 writer.add(sample)
         report.require_any(str(source.root))
         return writer.commit(
             key=key,
             forward=_FORWARD,
             shard_tokens=max(1, int(shard_mib * 2**20) // spec.row_bytes_per_token),
+            relies_on=stored.shard_ids if report.num_cached else (),
             report={"imported_from": str(source.root.absolute()), **report.to_dict()},
         )
     finally:

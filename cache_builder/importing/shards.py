@@ -56,7 +56,7 @@ class ShardImport:
             OutOfSpaceError: less space is free than must stay free.
         """
         codec, quarantined = self.spec.build_codec(), dict[str, str]()
-        sums = LayerSums(self.spec.num_captured)
+        sums = LayerSums(self.spec.row_sizes)
         place = workspace(self.cache)
         wip = place / WIP / shard_id
         remove_tree(wip)
@@ -88,8 +88,7 @@ class ShardImport:
             )
         finally:
             writer.close()
-        commit_shard(self.cache, record)
-        return record
+        return commit_shard(self.cache, record)
 
     def _samples(self, shard_id: str) -> Iterator[tuple[PlannedSample, Tensor]]:
         """The samples of a shard and their states, the next ones read meanwhile."""

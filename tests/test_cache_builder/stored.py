@@ -92,7 +92,7 @@ class Killer:
 
     def __init__(self, command: Callable[..., object], scratch: Path) -> None:
         self._command = command
-        self._count = scratch / "number-of-writes"
+        self._writes = scratch / "writes"
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(
             ["cache_builder.importing.importer", "transformers.models.qwen3.modeling_qwen3"]
@@ -101,7 +101,7 @@ class Killer:
     def run(self, *arguments: object, kill_at: int = -1) -> int:
         """Its exit code: -9 if it was killed."""
         process = self._context.Process(
-            target=_counted, args=(self._command, arguments, kill_at, self._count)
+            target=_counted, args=(self._command, arguments, kill_at, self._writes)
         )
         process.start()
         process.join(120)
@@ -110,29 +110,32 @@ class Killer:
 
     def count(self, *arguments: object) -> int:
         """Run it to its end; returns how many writes it made."""
+        return len(self.writes(*arguments))
+
+    def writes(self, *arguments: object) -> list[str]:
+        """Run it to its end; returns its writes, each as what it does and to which path."""
         assert self.run(*arguments) == 0
-        return int(self._count.read_text())
+        return self._writes.read_text().splitlines()
 
 
 def _counted(
-    command: Callable[..., object], arguments: tuple[object, ...], kill_at: int, count: Path
+    command: Callable[..., object], arguments: tuple[object, ...], kill_at: int, log: Path
 ) -> None:
-    writes = 0
+    writes: list[str] = []
 
     def hook(event: str, values: tuple[Any, ...]) -> None:
-        nonlocal writes
         is_write = event in _WRITES or (
             event == "open" and isinstance(values[2], int) and bool(values[2] & os.O_ACCMODE)
         )
         if is_write:
-            writes += 1
-            if writes == kill_at:
+            writes.append(f"{event} {values[0]}")
+            if len(writes) == kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
     command(*arguments)
-    total = writes
-    count.write_text(str(total))
+    total = list(writes)
+    log.write_text("\n".join(total))
 
 
 def one_by_one(config: BuildConfig) -> BuildConfig:

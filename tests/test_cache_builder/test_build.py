@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -32,7 +33,7 @@ from shared.errors import (
     DraftCacheError,
     TargetError,
 )
-from shared.layout import MANIFEST, RECORDS
+from shared.layout import MANIFEST, RECORDS, record_key
 from tests.conftest import conversations, write_jsonl
 from tests.test_cache_builder.stored import Killer, assert_clean
 
@@ -216,6 +217,52 @@ def test_killed_at_any_write_the_build_ends_with_the_same_cache(
     assert midway > 0, "no kill fell between two commits: the test has lost its point"
 
 
+def test_killed_at_any_rename_before_there_is_a_cache_the_build_goes_on(
+    many_shards: MakeBuild, undisturbed: dict[str, str], tmp_path: Path
+) -> None:
+    """A kill leaves the partial file of what should have been in place with the rename."""
+    killer = Killer(build, tmp_path)
+    counting = many_shards(tmp_path / "counting")
+    left = [
+        (number, Path(write.partition(" ")[2]).relative_to(counting.cache.path).as_posix())
+        for number, write in enumerate(killer.writes(counting), 1)
+        if write.startswith("os.rename") and write.endswith(".partial")
+    ]
+    first = [number for number, name in left if name.startswith(("head.", "cache.json."))]
+    first += [number for number, name in left if name.startswith(("target/", "shards.zarr/"))][:2]
+    assert len(first) == 4
+    for number in first:
+        config = many_shards(tmp_path / f"cache-{number}")
+        assert killer.run(config, kill_at=number) == -signal.SIGKILL
+        assert list(config.cache.path.rglob("*.partial"))
+        build(config)
+        assert digests(config.cache.path) == undisturbed
+        assert_clean(config.cache.path)
+
+
+def test_nothing_is_published_without_a_shard_that_was_planned(
+    many_shards: MakeBuild, undisturbed: dict[str, str], tmp_path: Path
+) -> None:
+    """As if something had taken its record away after the commit."""
+    from cache_builder import build as building
+
+    cache = tmp_path / "cache"
+    original = building.capture_shards
+
+    def one_too_few(*arguments: object) -> None:
+        original(*arguments)  # type: ignore[arg-type]  # passed through
+        (cache / record_key("0001-00001")).unlink()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(building, "capture_shards", one_too_few)
+        with pytest.raises(CaptureError, match=r"1 shard that should be .* \(0001-00001\)"):
+            build(many_shards(cache))
+    assert not (cache / MANIFEST).exists()
+    build(many_shards(cache))
+    assert digests(cache) == undisturbed
+    assert_clean(cache)
+
+
 def test_a_killed_worker_costs_no_shard(
     many_shards: MakeBuild, undisturbed: dict[str, str], tmp_path: Path
 ) -> None:
@@ -292,9 +339,11 @@ def test_unusable_states_fail_the_build_by_sample(tiny_build: MakeBuild, tmp_pat
 
 
 def test_a_directory_with_other_files_is_left_alone(tiny_build: MakeBuild, tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("x")
-    with pytest.raises(DataError, match=r"thesis\.tex"):
-        build(tiny_build(tmp_path))
+    for name in ("thesis.tex", "film.partial", "head.safetensors.partial", "film.1.partial"):
+        (tmp_path / name).write_text("x")
+        with pytest.raises(DataError, match=re.escape(name)):
+            build(tiny_build(tmp_path))
+        (tmp_path / name).unlink()  # it was left there
 
 
 def test_an_unwritable_path_is_one_line(tiny_build: MakeBuild, tmp_path: Path) -> None:

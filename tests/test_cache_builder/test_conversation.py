@@ -1,5 +1,8 @@
 """Five shapes become conversations; everything else becomes a named reason."""
 
+import json
+from collections.abc import Callable
+from datetime import date
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ from cache_builder.conversation import (
     PlainText,
     Pretokenized,
 )
-from cache_builder.record import parse_record
+from cache_builder.record import parse_prompt, parse_record
 
 HI = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 
@@ -170,6 +173,55 @@ def assistant(**fields: Any) -> dict[str, Any]:
 )
 def test_what_cannot_be_used_is_named(record: object, expected: DropReason) -> None:
     assert reason(record) == expected
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+def called(arguments: Any) -> dict[str, Any]:
+    return assistant(content="", tool_calls=[{"function": {"name": "f", "arguments": arguments}}])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: called("[" * 100_000), id="arguments_as_text"),
+        pytest.param(lambda: called(json.dumps(nested(200))), id="arguments_as_shorter_text"),
+        pytest.param(lambda: called(nested(200)), id="arguments"),
+        pytest.param(lambda: called({"on": date(2024, 5, 6)}), id="date"),
+        pytest.param(lambda: called({"image": b"x"}), id="bytes"),
+        pytest.param(lambda: called({b"x": 1}), id="key_of_bytes"),
+        pytest.param(lambda: {"messages": HI, "tools": "[" * 100_000}, id="tools_as_text"),
+        pytest.param(lambda: {"messages": HI, "tools": [nested(200)]}, id="tools"),
+        pytest.param(lambda: {"messages": HI, "tools": [{"at": float("nan")}]}, id="nan"),
+        pytest.param(lambda: {"messages": HI, "tools": '[{"at": -Infinity}]'}, id="infinity"),
+        pytest.param(
+            lambda: {"messages": HI, "chat_template_kwargs": {"a": nested(200)}}, id="kwargs"
+        ),
+        pytest.param(lambda: {"messages": [{"role": nested(5000)}]}, id="role"),
+        pytest.param(lambda: {"messages": HI, "finish_reason": nested(5000)}, id="finish_reason"),
+    ],
+)
+def test_what_json_does_not_hold_or_python_does_not_reach_is_named(
+    make: Callable[[], dict[str, Any]],
+) -> None:
+    record = make()
+    assert reason(record) == DropReason.BAD_FIELD
+    asked = parse_prompt(record)
+    if record.keys() & {"finish_reason", "chat_template_kwargs"}:
+        assert isinstance(asked, Conversation)  # of the answers, which are made anew
+    else:
+        assert isinstance(asked, Drop)
+        assert asked.reason == DropReason.BAD_FIELD
+
+
+def test_arguments_as_deep_as_json_is_written_are_kept() -> None:
+    message = conversation(called(json.dumps(nested(20)))).messages[1]
+    assert message.tool_calls[0]["function"]["arguments"] == nested(20)
 
 
 def test_a_thought_that_hit_the_limit_is_an_answer() -> None:

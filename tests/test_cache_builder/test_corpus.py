@@ -132,6 +132,14 @@ def test_tokens_are_taken_as_they_are(template: ChatTemplate, tmp_path: Path) ->
     assert (only.token_ids.tolist(), only.loss_mask.tolist()) == ([3, 4, 5, 6], [0, 0, 1, 1])
 
 
+def test_tokens_of_another_mode_are_named(template: ChatTemplate, tmp_path: Path) -> None:
+    row = {"input_ids": [10, 11, 12], "loss_mask": [0, 1, 1]}
+    other = {**row, "chat_template_kwargs": {"enable_thinking": False}}
+    reader = read(template, write(tmp_path / "x.jsonl", [row, other]))
+    assert len(list(reader)) == 1
+    assert counts(reader) == {DropReason.MODE_MISMATCH: 1}
+
+
 def test_text_is_supervised_only_on_request(template: ChatTemplate, tmp_path: Path) -> None:
     path = write(tmp_path / "x.jsonl", [{"text": "a b c"}, chat("a", "b")])
     reader = read(template, path)

@@ -15,17 +15,20 @@ from transformers import AutoTokenizer
 from cache_builder.batches import Batches
 from cache_builder.cli import main
 from cache_builder.config import DataConfig, TargetConfig
+from cache_builder.conversation import Conversation, Message
 from cache_builder.dispatch import Dispatcher
 from cache_builder.endpoint import Endpoint
 from cache_builder.generation import LocalGenerator, Sampling
 from cache_builder.protocol import EndpointConfig
+from cache_builder.record import parse_record
 from cache_builder.regenerate import Answerer, RegenerateReport, regenerate, rows
 from cache_builder.target_config import load_config
-from cache_builder.template import ChatTemplate
+from cache_builder.template import ChatTemplate, MaskedTokens
 from cache_builder.tokens import end_token_ids, load_template
 from shared.errors import DataError, EndpointError
 from tests.conftest import CHATML, conversations, write_jsonl
 from tests.test_cache_builder.server import MODEL, Hashing, Server
+from tests.test_cache_builder.test_template import OPENED
 
 Rows = dict[Any, dict[str, Any]]
 SAMPLING = Sampling(max_new_tokens=12)
@@ -57,14 +60,15 @@ def read(out: Path) -> Rows:
 def through(
     answerer: Answerer, template: ChatTemplate, data: Path, out: Path, **options: Any
 ) -> tuple[Rows, RegenerateReport]:
-    settings: dict[str, Any] = {"generated_by": "-", "sampling": SAMPLING, "max_length": 256}
+    settings: dict[str, Any] = {"generated_by": "-", "rendered_by": "-", "sampling": SAMPLING}
+    settings["max_length"] = 256
     report = regenerate(answerer, template, [str(data)], out, **settings | options)
     return read(out), report
 
 
-def ask(server: Server, data: Path, out: Path, **settings: Any) -> tuple[Rows, RegenerateReport]:
+def endpoint_config(url: str, **settings: Any) -> EndpointConfig:
     given: dict[str, Any] = {
-        "url": server.url,
+        "url": url,
         "model": MODEL,
         "concurrency": 4,
         "is_chat": False,
@@ -73,7 +77,11 @@ def ask(server: Server, data: Path, out: Path, **settings: Any) -> tuple[Rows, R
         "num_retries": 2,
         "backoff_seconds": 0.01,
     }
-    config = EndpointConfig(**given | settings)
+    return EndpointConfig(**given | settings)
+
+
+def ask(server: Server, data: Path, out: Path, **settings: Any) -> tuple[Rows, RegenerateReport]:
+    config = endpoint_config(server.url, **settings)
     with Dispatcher(Endpoint(config, eos_ids=frozenset({2}))) as dispatcher:
         by = dispatcher.describe()
         return through(dispatcher, server.template, data, out, generated_by=by)
@@ -162,6 +170,76 @@ def test_without_ids_the_text_is_kept_alone_and_counted(
     assert ("text only, no ids", "6") in rows(report)
     new_tokens = sum(sum(row["loss_mask"]) for row in expected.values())
     assert report.num_new_tokens == new_tokens
+
+
+@pytest.fixture(scope="module")
+def opened(tiny_target: Path) -> ChatTemplate:
+    """Its generation prompt ends in an opening think tag."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_target)
+    tokenizer.chat_template = OPENED
+    return ChatTemplate(tokenizer, {})
+
+
+@pytest.mark.parametrize(
+    ("finish_reason", "said"),
+    [
+        ("length", "so it must"),
+        ("length", "so it must be</think>\n\nfour, but"),
+        ("stop", "so it must be\n</think>\n\nfour"),
+    ],
+)
+@pytest.mark.parametrize("dialect", ["bare", "vllm"])
+def test_the_text_of_an_answer_begins_with_the_tag_that_its_prompt_opened(
+    opened: ChatTemplate,
+    tiny_target: Path,
+    tmp_path: Path,
+    dialect: str,
+    finish_reason: str,
+    said: str,
+) -> None:
+    said_ids = AutoTokenizer.from_pretrained(tiny_target)(said).input_ids
+    said_ids += [2] * (finish_reason == "stop")
+
+    def change(choice: dict[str, Any]) -> None:
+        choice |= {"text": said, "finish_reason": finish_reason}
+        if "token_ids" in choice:
+            choice["token_ids"] = said_ids
+
+    data = write_jsonl(tmp_path / "p.jsonl", [{"id": 0, "prompt": "2+2?"}])
+    with Server(Hashing(), opened) as server:
+        server.dialect, server.change = dialect, change
+        found, _ = ask(server, data, tmp_path / "o.jsonl")
+    row = found[0]
+    assert row["messages"][1]["content"] == f"<think>\n{said}"
+    prompt = opened.prompt_ids([Message(role="user", content="2+2?")]).tolist()
+    assert row.get("input_ids", prompt + said_ids) == prompt + said_ids
+    conversation = parse_record({"messages": row["messages"], "finish_reason": finish_reason})
+    assert isinstance(conversation, Conversation)
+    tokens = opened.tokenize(conversation)
+    assert isinstance(tokens, MaskedTokens)
+    supervised = tokens.token_ids[tokens.loss_mask == 1].tolist()
+    if "be</think>" in said:  # the template writes line breaks of its own before the tag
+        assert supervised[-10:] == said_ids[-10:]
+    else:
+        assert tokens.token_ids.tolist()[: len(prompt + said_ids)] == prompt + said_ids
+        assert supervised == said_ids
+
+
+def test_a_chat_answer_that_was_cut_off_perhaps_within_its_thought_is_refused(
+    opened: ChatTemplate, tmp_path: Path
+) -> None:
+    said = iter(["so it must", "so</think>four", "4"])
+    data = write_jsonl(tmp_path / "p.jsonl", [{"id": n, "prompt": f"{n}?"} for n in range(3)])
+    with Server(Hashing(), opened) as server:
+        server.dialect = "bare"
+
+        def change(choice: dict[str, Any]) -> None:
+            choice["message"]["content"] = text = next(said)
+            choice["finish_reason"] = "stop" if text == "4" else "length"
+
+        server.change = change
+        found, report = ask(server, data, tmp_path / "o.jsonl", is_chat=True, concurrency=1)
+    assert (sorted(found), report.num_failed) == ([1, 2], 1)
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang", "bare"])
@@ -270,6 +348,27 @@ def test_a_server_that_dies_is_given_up_and_the_same_call_goes_on_later(
     assert report.prompts.num_present == len(kept.splitlines())
     expected = locally(template, data, tmp_path / "local.jsonl")
     assert without(found, "generated_by") == without(expected, "generated_by")
+
+
+def test_a_body_that_nests_too_deeply_fails_its_conversation_alone(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = server._send
+
+    def deeply(http: Any, status: int, body: dict[str, Any]) -> None:
+        if len(server.requests) != 2:
+            send(http, status, body)
+            return
+        data = b"[" * 100_000
+        http.send_response(200)
+        http.send_header("content-length", str(len(data)))
+        http.end_headers()
+        http.wfile.write(data)
+
+    monkeypatch.setattr(server, "_send", deeply)
+    data = write_jsonl(tmp_path / "p.jsonl", [{"id": n, "prompt": f"{n}?"} for n in range(3)])
+    found, report = ask(server, data, tmp_path / "o.jsonl", concurrency=1)
+    assert (sorted(found), report.num_failed) == ([0, 2], 1)
 
 
 def test_a_silent_server_times_out(server: Server, tmp_path: Path) -> None:
@@ -443,12 +542,55 @@ def test_the_command_takes_its_key_from_the_environment_and_shows_it_nowhere(
     assert "sk-" not in out.read_text() + result.output + caplog.text
     with pytest.raises(DataError, match="answered by"):
         CliRunner().invoke(main, [*command, "--plain"], catch_exceptions=False)
+    thinking = ["--set", "data.template_arguments.enable_thinking=true"]
+    with pytest.raises(DataError, match="'enable_thinking': True"):
+        CliRunner().invoke(main, [*command, *thinking], catch_exceptions=False)
+    assert len(read(out)["row-0"]["rendered_by"]) == 16
     assert read(out)["row-0"]["sampling"] == {
         "max_new_tokens": 12,
         "temperature": 0.0,
         "top_p": 1.0,
         "seed": 0,
     }
+
+
+@pytest.mark.parametrize("key", ["sk-secret\n", " sk-secret\r\n", "sk-secret"])
+def test_white_space_around_the_key_is_not_sent(server: Server, key: str) -> None:
+    server.key = "sk-secret"
+    endpoint = Endpoint(endpoint_config(server.url), eos_ids=frozenset({2}), api_key=key)
+    with Dispatcher(endpoint) as dispatcher:
+        assert dispatcher.describe() == "tiny@vllm/completions"
+
+
+@pytest.mark.parametrize("key", ["sk-secret\nmore", "sk-secr\u00e9t", "sk-secret\x7f", "sk\ud800"])
+def test_a_key_that_no_header_holds_is_refused_unseen(key: str) -> None:
+    with pytest.raises(EndpointError, match=r"OPENAI_API_KEY.*printable ASCII") as caught:
+        Endpoint(endpoint_config("http://localhost:1/v1"), eos_ids=frozenset({2}), api_key=key)
+    assert "sk" not in str(caught.value)
+
+
+def test_a_key_that_the_server_sends_back_out_of_protocol_is_not_shown(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def echo() -> None:
+            for _ in range(2):
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(65536)
+                    connection.sendall(b"you said sk-secret\r\n\r\n")
+
+        threading.Thread(target=echo, daemon=True).start()
+        config = endpoint_config(f"http://127.0.0.1:{listener.getsockname()[1]}/v1", num_retries=1)
+        endpoint = Endpoint(config, eos_ids=frozenset({2}), api_key="sk-secret")
+        with (
+            Dispatcher(endpoint) as dispatcher,
+            pytest.raises(EndpointError, match=r"connection .*you said \*\*\*.*asked 2 times"),
+        ):
+            dispatcher.describe()
+    assert "asked again" in caplog.text
+    assert "secret" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -461,6 +603,8 @@ def test_the_command_takes_its_key_from_the_environment_and_shows_it_nowhere(
             "--name means nothing with --endpoint",
         ),
         (["--endpoint", "h:8000", "--model", "m"], "expected a URL such as"),
+        (["--endpoint", "http://999.1.1.1/v1", "--model", "m"], "expected a URL such as"),
+        (["--endpoint", "http://h\x7f/v1", "--model", "m"], "expected a URL such as"),
         (["--endpoint", "http://u:sk@h/v1", "--model", "m"], "must hold no password"),
     ],
 )

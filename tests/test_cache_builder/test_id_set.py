@@ -1,12 +1,16 @@
 """A set of ids is a set, whatever bytes they share, and small."""
 
 import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cache_builder import commit
 from cache_builder.id_set import IdSet
+from shared.index import SampleIndex
 
 # Few values: parts of ids that repeat themselves, and are found across the border of two.
 IDS = st.lists(st.binary(min_size=16, max_size=16).map(lambda b: bytes(x % 2 for x in b)))
@@ -30,6 +34,31 @@ def test_an_id_across_the_border_of_two_is_not_there() -> None:
     assert across not in ids
     assert ids.add(across)
     assert len(ids) == 3
+
+
+def test_quarantined_ids_are_looked_for_without_a_set_of_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num = 200_000
+    ids = np.random.default_rng(0).integers(0, 256, (num, 16), np.uint8)
+    ids[[5, 7, num - 1], -1] = 0
+    lost = ids[:2].copy()
+    ids[:2] += 1
+    zeros = {name: np.zeros(num, np.int32) for name in ("shard", "row", "num_tokens")}
+    zeros |= {name: np.zeros(num, np.int32) for name in ("num_supervised", "num_anchors")}
+    split_keys, source = np.zeros(num, np.uint64), np.zeros(num, np.int16)
+    index = SampleIndex(sample_ids=ids, split_keys=split_keys, source=source, **zeros)
+    named = [*lost, ids[5], ids[num // 2], ids[num - 1]]
+    record = SimpleNamespace(quarantined={row.tobytes().hex(): "why" for row in named})
+    monkeypatch.setattr(commit, "_COMPARED_ROWS", 10_000)
+    tracemalloc.start()
+    try:
+        found = commit._quarantined({"0001-00000": record}, index)  # type: ignore[dict-item]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert set(found) == {row.tobytes().hex() for row in lost}
+    assert peak < 8 * num
 
 
 def test_an_id_takes_no_more_than_25_bytes() -> None:

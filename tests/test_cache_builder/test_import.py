@@ -334,7 +334,11 @@ def test_what_cannot_be_imported_is_counted_by_reason_and_named(
 
 
 def test_missing_states_are_added_by_the_next_import(
-    captured: list[Captured], make_import: MakeImport, built: Path, tmp_path: Path
+    captured: list[Captured],
+    make_import: MakeImport,
+    built: Path,
+    tiny_build: MakeBuild,
+    tmp_path: Path,
 ) -> None:
     source = write_speculators(tmp_path / "source", captured, ENTRIES)
     aside = tmp_path / "aside"
@@ -351,6 +355,12 @@ def test_missing_states_are_added_by_the_next_import(
     assert states_and_tokens(tmp_path / "cache") == states_and_tokens(built)
     third = import_states(config)
     assert (third.num_new_shards, third.manifest.generation, third.check) == (0, 2, None)
+    # A shard that the newest plan left out as stored is let go of.
+    cache = Cache(tmp_path / "cache")
+    (cache.path / GROUP / cache.shard_ids[0] / STATES_OBJECT).write_bytes(b"x")
+    repair(tiny_build(cache.path, preset="lossless"), drop_lost=True)
+    assert import_states(config).num_new_shards == 1
+    assert states_and_tokens(tmp_path / "cache") == states_and_tokens(built)
 
 
 def change(path: Path, **tensors: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -15,10 +15,14 @@ from cache_builder.jobs import make_job
 from cache_builder.lock import own_slot
 from cache_builder.outpost import beacon, outpost
 from cache_builder.target import stamp_files
+from cache_builder.verify import verify_cache
 from cache_builder.worker import Job
 from shared.cache import Cache
 from shared.errors import CacheError, CacheLockedError, TargetError
-from shared.layout import WIP
+from shared.layout import WIP, record_key
+from shared.shard import GROUP
+from shared.storage import open_storage
+from tests.test_cache_builder.stored import tree
 
 
 @pytest.fixture
@@ -98,3 +102,30 @@ def test_a_worker_that_was_taken_for_dead_neither_commits_nor_undoes(
         commit_shard(tmp_path / "cache", cache.record(shard_id), lost)
     assert shard_id in committed_shards(tmp_path / "cache")
     assert (tmp_path / "cache" / "shards.zarr" / shard_id).is_dir()
+
+
+def test_a_shard_that_is_committed_already_stays_as_it_is(job: Job, tmp_path: Path) -> None:
+    """Its worker died before it could say so, or comes second."""
+    path = tmp_path / "cache"
+    cache = Cache(path)
+    shard_id, group = cache.shard_ids[0], path / GROUP / cache.shard_ids[0]
+    before, first = tree(path), cache.record(shard_id)
+    late = replace(first, threads=7)
+    wip = path / WIP / shard_id
+    wip.mkdir()
+    (wip / "states").write_text("other bytes")
+    assert commit_shard(path, late) == first
+    assert tree(path) == before
+    assert verify_cache(path, deep=True) == []
+    # What a repair found damaged it replaces; a record of another version it does not.
+    version = open_storage(path).version(record_key(shard_id))
+    shutil.copytree(group, wip)
+    assert commit_shard(path, late, replaces=version) == late
+    assert Cache(path).storage.read(record_key(shard_id)) != before[record_key(shard_id)]
+    shutil.copytree(group, wip)
+    assert commit_shard(path, first, replaces=version) == late
+    # Nothing is adopted unseen.
+    (group / "token_ids" / "c" / "0").write_bytes(b"x")
+    wip.mkdir()
+    with pytest.raises(CacheError, match=r"token_ids/c/0\)\. Run `cache-builder repair`"):
+        commit_shard(path, late)

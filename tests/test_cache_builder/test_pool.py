@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -26,6 +27,7 @@ from cache_builder.config import (
     TargetConfig,
     WorkersConfig,
 )
+from cache_builder.crew import WorkerDiedError
 from cache_builder.pool import Events, run_crew
 from cache_builder.processes import ProcessCrew, ProcessMember
 from cache_builder.progress import Progress
@@ -270,6 +272,18 @@ def _member(number: int, serve: Callable[[Connection], None]) -> ProcessMember:
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # the children touch no lock
+def test_a_worker_killed_in_the_middle_of_a_long_message_is_dead_like_any_other() -> None:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=os._exit, args=(3,))
+    process.start()
+    os.write(theirs.fileno(), struct.pack("!i", 100_000) + bytes(20_000))
+    theirs.close()
+    with pytest.raises(WorkerDiedError, match="died with exit code 3"):
+        ProcessMember(0, process, ours).receive()
+    ours.close()
+
+
 @pytest.mark.parametrize("has_other", [True, False])
 def test_a_worker_that_dies_when_it_is_ready_costs_nothing(has_other: bool) -> None:
     """It is gone when the first shard is sent to it: a broken pipe, not a message."""

@@ -161,6 +161,8 @@ def test_the_last_hidden_state_lies_beside_it(
     layers = inspect_cache(tmp_path / "balanced")["layers"]
     names = ["projection of blocks 0, 2", "last hidden state"]
     assert [layer["name"] for layer in layers] == names
+    expected = inspect_cache(tmp_path / "raw")["layers"][2]["rms"]
+    assert layers[1]["rms"] == pytest.approx(expected, rel=1e-3)  # of its own values, no padding
     report = recapture(tmp_path / "balanced", Path(make(tmp_path, data).target.path), 4)
     assert report.problems == []
     assert len(report.to_dict()["layers"]) == 2

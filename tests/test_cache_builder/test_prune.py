@@ -216,6 +216,27 @@ def test_data_that_come_back_are_captured_again_and_nothing_else(
     assert_clean(case.path)
 
 
+def test_data_that_come_back_in_a_configuration_of_before_are_captured_again(
+    tiny_build: MakeBuild, tiny_data: Path, tmp_path: Path
+) -> None:
+    """The plan of that configuration is complete, but what it left out as stored is gone."""
+    cache = tmp_path / "cache"
+    more = write_jsonl(tmp_path / "more.jsonl", conversations(range(100, 104)))
+    both = tiny_build(cache, data=[tiny_data, more])
+    build(tiny_build(cache))
+    second = build(both).plan
+    assert len(second) == 4
+    ids = contents(cache).keys()
+    prune(tiny_build(cache, data=[more]))
+    assert len(Cache(cache).index) == 4
+    report = build(both)
+    assert report.plan.plan_id != second.plan_id
+    assert len(report.plan) == 48
+    assert contents(cache).keys() == ids
+    assert build(both).plan.plan_id == report.plan.plan_id  # nothing of it is gone now
+    assert_clean(cache)
+
+
 def test_a_rewritten_shard_that_is_damaged_is_repaired(make_case: Callable[..., Case]) -> None:
     case = make_case()
     prune(case.config)
@@ -247,7 +268,7 @@ def test_a_damaged_shard_that_is_on_its_way_out_needs_no_repair(
 ) -> None:
     case = make_case()
 
-    def stopped(*arguments: object) -> None:
+    def stopped(*arguments: object, **named: object) -> None:
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:

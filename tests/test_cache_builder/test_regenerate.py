@@ -1,14 +1,19 @@
 """Regenerated answers are the target's own, whatever the batch and the interruptions."""
 
+import datetime
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pyarrow as arrow
+import pyarrow.parquet as parquet
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -24,8 +29,9 @@ from cache_builder.regenerate import RegenerateReport, regenerate
 from cache_builder.template import ChatTemplate
 from cache_builder.tokens import load_template
 from shared.cache import Cache
-from shared.errors import DataError
+from shared.errors import DataError, OutOfSpaceError
 from tests.conftest import REPOSITORY, conversations, write_jsonl
+from tests.test_cache_builder.server import Hashing
 
 pytestmark = pytest.mark.slow
 
@@ -58,6 +64,7 @@ def run(
 ) -> tuple[list[dict[str, Any]], RegenerateReport]:
     settings: dict[str, Any] = {
         "generated_by": "tiny@0",
+        "rendered_by": "0123",
         "sampling": SAMPLING,
         "max_length": 256,
     }
@@ -100,6 +107,19 @@ def test_answers_are_the_greedy_text_of_each_prompt_alone(
         assert row["id"].startswith("row-")
     assert sum(report.finish_reasons.values()) == 7
     assert report.num_new_tokens == sum(sum(row["loss_mask"]) for row in rows)
+
+
+def test_defaults_of_the_target_change_no_answer(
+    generator: LocalGenerator, template: ChatTemplate, tiny_target: Path, tmp_path: Path
+) -> None:
+    other = shutil.copytree(tiny_target, tmp_path / "target")
+    defaults = {"repetition_penalty": 5.0, "no_repeat_ngram_size": 1, "suppress_tokens": [70]}
+    (other / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, **defaults}))
+    inclined = LocalGenerator(other, TargetConfig(path=str(other), dtype=FLOAT32))
+    questions = [parse(row["messages"]).messages[:1] for row in conversations(range(3))]
+    asked = [template.prompt_ids(question).tolist() for question in questions]
+    for sampling in (SAMPLING, Sampling(max_new_tokens=12, temperature=1.0)):
+        assert inclined.generate(asked, sampling) == generator.generate(asked, sampling)
 
 
 def test_a_cache_of_the_answers_holds_exactly_the_generated_ids(
@@ -259,6 +279,27 @@ def test_answers_of_other_settings_are_not_mixed(
     assert out.read_bytes() == before
 
 
+def test_answers_of_another_template_or_mode_are_not_mixed(
+    tiny_target: Path, template: ChatTemplate, tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_target)
+    other = ChatTemplate(tokenizer, {"enable_thinking": False})
+    data, out = prompts(tmp_path / "p.jsonl", 2), tmp_path / "o.jsonl"
+    run(Hashing(), template, data, out, limit=1)
+    before = out.read_bytes()
+    with pytest.raises(DataError, match=r"would be by .*'enable_thinking': False"):
+        run(Hashing(), other, data, out)
+    with pytest.raises(DataError, match=r"'rendered_by': '0123'.*'rendered_by': '4567'"):
+        run(Hashing(), template, data, out, rendered_by="4567")
+    assert out.read_bytes() == before
+    out.write_bytes(before.replace(b'"rendered_by":"0123",', b""))  # as older versions wrote it
+    assert len(run(Hashing(), template, data, out)[0]) == 2
+    run(Hashing(), other, data, tmp_path / "other.jsonl", limit=1)
+    with pytest.raises(DataError, match=r"answered by .*'enable_thinking': False"):
+        run(Hashing(), template, data, tmp_path / "other.jsonl")
+    assert len(run(Hashing(), other, data, tmp_path / "other.jsonl")[0]) == 2
+
+
 def test_sampling_draws_the_same_again_and_other_answers_for_another_seed(
     generator: LocalGenerator, template: ChatTemplate, tmp_path: Path
 ) -> None:
@@ -298,6 +339,54 @@ def test_rows_that_cannot_be_asked_are_counted_by_reason(
     }
 
 
+def test_other_columns_of_a_table_are_carried_over_as_json(
+    template: ChatTemplate, tmp_path: Path
+) -> None:
+    moment = datetime.datetime(2024, 5, 6, 7, 8, 9, tzinfo=datetime.UTC)
+    columns = {
+        "prompt": arrow.array(["hello"]),
+        "id": arrow.array([7]),
+        "time": arrow.array([moment], arrow.timestamp("us", "UTC")),
+        "day": arrow.array([moment.date()]),
+        "price": arrow.array([Decimal("1.50")]),
+        "image": arrow.array([{"bytes": b"\xff\x00", "path": None}]),
+        "seen": arrow.array([[(moment.date(), b"a")]], arrow.map_(arrow.date32(), arrow.binary())),
+    }
+    data = tmp_path / "p.parquet"
+    parquet.write_table(arrow.table(columns), data)
+    carried = {
+        "id": 7,
+        "time": "2024-05-06T07:08:09+00:00",
+        "day": "2024-05-06",
+        "price": "1.50",
+        "image": {"bytes": "/wA="},
+        "seen": {"2024-05-06": "YQ=="},
+    }
+    (row,), report = run(Hashing(), template, data, tmp_path / "o.jsonl")
+    assert report.num_answered == 1
+    assert {key: row.get(key) for key in carried} == carried
+    (again,), report = run(Hashing(), template, data, tmp_path / "o.jsonl")
+    assert (again, report.num_answered) == (row, 0)
+
+
+def test_half_of_a_surrogate_pair_is_carried_over(template: ChatTemplate, tmp_path: Path) -> None:
+    data = tmp_path / "p.jsonl"
+    data.write_text(r'{"prompt": "hello", "n\udc00te": "\ud800"}' + "\n")
+    (row,), _ = run(Hashing(), template, data, tmp_path / "o.jsonl")
+    assert row["n\udc00te"] == "\ud800"
+
+
+def test_a_field_that_is_nested_too_deeply_is_named_before_anything_is_asked(
+    template: ChatTemplate, tmp_path: Path
+) -> None:
+    deep = "[" * 900 + "]" * 900
+    data = tmp_path / "p.jsonl"
+    data.write_text(f'{{"prompt": "hello", "meta": {deep}}}\n{{"prompt": "well"}}\n')
+    rows, report = run(Hashing(), template, data, tmp_path / "o.jsonl")
+    assert [row["messages"][0]["content"] for row in rows] == ["well"]
+    assert report.prompts.dropped == {DropReason.BAD_FIELD: 1}
+
+
 def test_a_prompt_keeps_what_is_asked_and_drops_what_was_answered() -> None:
     conversation = parse(
         [
@@ -316,6 +405,24 @@ def test_a_prompt_keeps_what_is_asked_and_drops_what_was_answered() -> None:
         ("assistant", ""),
     ]
     assert isinstance(parse_prompt({"messages": []}), Drop)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_is_one_line_and_keeps_what_was_written(tmp_path: Path) -> None:
+    out, origin = tmp_path / "out.jsonl", {"generated_by": "x", "sampling": {}}
+    row = {KEY: "00" * 16, **origin}
+
+    def fill_the_disk(full: int) -> None:
+        with AnswerFile(out, origin) as answers:
+            answers.append([row])
+            os.dup2(full, answers._file.fileno())
+            answers.append([row])
+
+    full = os.open("/dev/full", os.O_WRONLY)
+    with pytest.raises(OutOfSpaceError, match=r"out\.jsonl: no space left"):
+        fill_the_disk(full)
+    os.close(full)
+    assert json.loads(out.read_text()) == row
 
 
 def test_two_writers_of_one_file_are_refused(tmp_path: Path) -> None:

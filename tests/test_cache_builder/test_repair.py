@@ -13,17 +13,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cache_builder import build as building
+from cache_builder import planning
 from cache_builder.build import build
 from cache_builder.commit import publish
 from cache_builder.config import BuildConfig, TargetConfig
 from cache_builder.inspect import inspect_cache
-from cache_builder.planning import committed_samples
+from cache_builder.plan import find_plans
+from cache_builder.planning import stored_samples
 from cache_builder.repair import repair
 from cache_builder.target import Target
 from cache_builder.verify import verify_cache, verify_unpublished
 from shared.cache import Cache
-from shared.errors import CacheError, CaptureError, DraftCacheError
-from shared.layout import DESCRIPTION, HEAD, MANIFEST, generation_key, record_key
+from shared.errors import CacheError, CaptureError, DataError, DraftCacheError
+from shared.files import canonical_json, sha256_bytes
+from shared.layout import DESCRIPTION, HEAD, MANIFEST, PLANS, generation_key, record_key
 from shared.shard import GROUP, STATES_OBJECT
 from tests.conftest import conversations, write_jsonl
 from tests.test_shared.mutate import json_values, mutated, steady
@@ -130,6 +134,66 @@ def test_a_committed_shard_that_was_never_published_is_repaired(
     assert Cache(copy).manifest == after
 
 
+def test_shards_let_go_of_are_captured_by_the_same_build_whose_plan_left_them_out(
+    copy: Path, tiny_build: MakeBuild, tiny_data: Path, tmp_path: Path
+) -> None:
+    more = write_jsonl(tmp_path / "more.jsonl", conversations(range(100, 104)))
+    config = tiny_build(copy, data=[tiny_data, more])
+    build(config)
+    lost = Cache(copy).shard_ids[1]
+    (copy / GROUP / lost / "token_ids" / "c" / "0").write_bytes(b"x")
+    shutil.rmtree(copy / PLANS / "0001")
+    with pytest.raises(CacheError, match="no plan on disk"):
+        repair(config)
+    repair(config, drop_lost=True)
+    left = len(Cache(copy).index)
+    assert left < 52
+    assert len(build(config).plan) == 52 - left
+    assert len(Cache(copy).index) == 52
+    assert verify_cache(copy, deep=True) == []
+
+
+def test_a_half_finished_plan_is_followed_only_while_what_it_left_out_is_stored(
+    copy: Path, tiny_build: MakeBuild, tiny_data: Path, tmp_path: Path
+) -> None:
+    more = write_jsonl(tmp_path / "more.jsonl", conversations(range(100, 104)))
+    config = tiny_build(copy, data=[tiny_data, more])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(building, "capture_shards", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            build(config)
+        with pytest.raises(KeyboardInterrupt):
+            build(config)
+    assert [path.name for path in find_plans(copy / PLANS)] == ["0001", "0002"]
+    lost = Cache(copy).shard_ids[1]
+    (copy / GROUP / lost / "token_ids" / "c" / "0").write_bytes(b"x")
+    shutil.rmtree(copy / PLANS / "0001")
+    repair(config, drop_lost=True)
+    assert build(config).plan.plan_id == "0003"
+    assert len(Cache(copy).index) == 52
+
+
+def test_a_plan_that_does_not_say_on_what_it_relies_is_followed_only_if_on_nothing(
+    copy: Path, tiny_build: MakeBuild, tiny_data: Path, tmp_path: Path
+) -> None:
+    """As older versions wrote them."""
+    more = write_jsonl(tmp_path / "more.jsonl", conversations(range(100, 104)))
+    config = tiny_build(copy, data=[tiny_data, more])
+    build(config)
+    for directory in find_plans(copy / PLANS):
+        fields = json.loads((directory / "plan.json").read_text())
+        del fields["relies_on"], fields["sha256"]
+        digest = sha256_bytes(canonical_json(fields))
+        (directory / "plan.json").write_text(json.dumps({**fields, "sha256": digest}))
+    assert build(tiny_build(copy)).plan.plan_id == "0001"
+    assert build(config).plan.plan_id == "0003"
+    assert len(Cache(copy).index) == 52
+
+
+def _interrupted(*arguments: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_files_among_the_records_are_named_and_left_alone(
     copy: Path, tiny_build: MakeBuild, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -209,6 +273,35 @@ def test_quarantined_samples_are_captured_again_when_told_to_and_count_once(
     assert len(Cache(cache).index) == 52
     assert build(larger, retry_quarantined=True).num_new_shards == 0
     assert verify_cache(cache, deep=True) == []
+
+
+def test_a_retry_reads_the_data_with_the_checks_of_any_build(
+    tiny_build: MakeBuild,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    poison = Poison(monkeypatch)
+    poison.length = 58
+    rows = [*conversations(range(32)), {"messages": [{"role": "user", "content": "q"}]}]
+    data = write_jsonl(tmp_path / "data.jsonl", rows)
+    config = tiny_build(tmp_path / "cache", data=[data])
+    build(allowing(config, 0.5))
+    poison.length = 0
+    original = planning.digest_file
+
+    def grown(file: Path) -> str:
+        digest = original(file)
+        write_jsonl(file, [*rows, *conversations(range(60, 61))])
+        return digest
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "digest_file", grown)
+        with pytest.raises(DataError, match=r"data\.jsonl: changed while it was read"):
+            build(config, retry_quarantined=True)
+    caplog.clear()
+    assert len(build(config, retry_quarantined=True).plan) == 2
+    assert "every dropped row is listed in" in caplog.text
 
 
 def test_repair_publishes_no_more_unusable_samples_than_a_build(
@@ -325,7 +418,7 @@ def test_no_mutation_of_an_unpublished_record_is_a_traceback(
     def check(tree: Any) -> None:
         path.write_text(json.dumps(tree))
         verify_unpublished(cache, spec, [shard_id])
-        _ours(committed_samples, cache)
+        _ours(stored_samples, cache)
         _ours(publish, cache, spec)
         (cache / MANIFEST).unlink(missing_ok=True)
 

@@ -95,10 +95,11 @@ def test_a_build_stops_at_the_floor_and_goes_on_when_there_is_space(
 
     original = capture.commit_shard
 
-    def commit_and_fill(path: Path, *rest: Any) -> None:
-        original(path, *rest)
+    def commit_and_fill(path: Path, *rest: Any, **named: Any) -> Any:
+        record = original(path, *rest, **named)
         if len(committed_shards(path)) == 3:
             other.write_bytes(b"\0" * (free_bytes(small_disk) - 300_000))
+        return record
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(capture, "commit_shard", commit_and_fill)

@@ -1,11 +1,14 @@
 """What the writer's thread stores is what the codec makes of the states, on any device."""
 
+import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from cache_builder import storing
 from cache_builder.plan import PlannedSample
 from cache_builder.storing import BatchWriter, CapturedBatch
 from shared.codec import PRESETS, Codec
@@ -64,6 +67,43 @@ def test_batches_are_stored_as_the_codec_packs_them(
     if codec.name == "lossless":
         found = codec.unpack(reader.read(0).packed, None)
         assert np.array_equal(bits(found), bits(states[0]))
+
+
+def test_a_fault_of_the_device_ends_the_wait_for_the_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After one of these, every call of the device raises, those between two batches too."""
+
+    class Lost:
+        def synchronize(self) -> None:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(storing, "_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(BatchWriter, "_store", lambda *arguments: None)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    spec = make_spec(PRESETS["lossless"])
+    batch = CapturedBatch([planned(5, 0)], [make_states(spec, 5)])
+    raised: list[BaseException] = []
+
+    def capture() -> None:
+        files = ShardWriter(tmp_path / SHARD, spec, SHARD)
+        writer = BatchWriter(files, spec, SHARD, None, torch.device("cpu"))
+        writer._stream = Lost()  # type: ignore[assignment]  # in the place of a stream
+        try:
+            with writer:
+                for _ in range(10):
+                    writer.put(batch)
+        except RuntimeError as error:
+            raised.append(error)
+        finally:
+            files.close()
+
+    thread = threading.Thread(target=capture, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert "device-side assert" in str(raised[0])
+    assert raised[0].__notes__ == [f"shard {SHARD}"]
 
 
 def test_what_stops_the_writer_names_shard_and_sample(tmp_path: Path) -> None:

@@ -418,6 +418,39 @@ def test_rewritten_history_without_generation_prompt_is_refused() -> None:
     assert refusal(counted, chat("q", "a")) == DropReason.MASK_NOT_PROVABLE
 
 
+HARMONY = (
+    "{% for m in messages %}{{ '<|start|>' + m.role }}"
+    "{{ '<|channel|>final' if m.role == 'assistant' }}{{ '<|message|>' + m.content }}"
+    "{{ '<|return|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
+)
+"""The target writes headers of its own before the answer, as gpt-oss does."""
+
+
+@pytest.mark.parametrize("num_turns", [1, 2])
+@pytest.mark.parametrize(
+    ("content", "is_proven"),
+    [("yes", True), ("<|box|>", True), ("return", True), ("a", False), ("final", False)],
+)
+def test_an_answer_is_not_taken_for_a_word_of_its_header(
+    content: str, is_proven: bool, num_turns: int
+) -> None:
+    tokenizer = make_tokenizer(HARMONY, eos_token="<|return|>")
+    parts = ["start", "channel", "message", "end", "return", "box"]
+    tokens = [f"<|{part}|>" for part in parts]
+    tokenizer.add_special_tokens({"additional_special_tokens": tokens})
+    turns = ["q", content, "w", "maybe"][: 2 * num_turns]
+    result = ChatTemplate(tokenizer, {}).tokenize(chat(*turns))
+    if is_proven:
+        assert isinstance(result, MaskedTokens)
+        end = "<|return|>" if num_turns == 1 else "<|end|>"
+        answer = f"<|channel|>final<|message|>{content}{end}"
+        assert supervised(tokenizer, result)[0] == answer
+    else:
+        assert isinstance(result, Drop)
+        assert result.reason == DropReason.MASK_NOT_PROVABLE
+
+
 def test_markers_around_more_than_the_answer_are_narrowed_to_it() -> None:
     wide = (
         "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"

@@ -223,6 +223,15 @@ def test_a_noise_schedule_without_a_scale(tmp_path: Path) -> None:
     assert "noise.warmup_steps = 50" in fault.evidence
 
 
+def test_noise_in_force_that_nobody_asked_for(tmp_path: Path) -> None:
+    def change(step: int, line: Line) -> Line:
+        return line | {"train/noise_scale": 0.2 if step > 150 else 0.0}
+
+    fault = the_fault(make_run(tmp_path, change=change), "noise-not-as-configured")
+    assert (fault.severity, fault.steps) == ("error", ((151, 200),))
+    assert "at 50 steps, by up to 0.2" in fault.evidence
+
+
 def test_a_noise_schedule_that_moves_is_fine(tmp_path: Path) -> None:
     config = make_config(tmp_path, noise=training.NoiseConfig(scale=0.1, warmup_steps=50))
     assert look(make_run(tmp_path, config=config)).findings == []
@@ -276,6 +285,38 @@ def test_weights_that_do_not_move(tmp_path: Path) -> None:
 
     fault = the_fault(make_run(tmp_path, weights=freeze), "unmoved-weights")
     assert fault.steps == ((100, 200),)
+
+
+@pytest.mark.parametrize("saved", [(199, 200), (198, 200)])
+def test_a_last_step_whose_learning_rate_is_zero_moves_nothing_by_right(
+    tmp_path: Path, saved: tuple[int, int]
+) -> None:
+    config = make_config(tmp_path)
+    config = replace(config, optimizer=replace(config.optimizer, min_lr_fraction=0.0))
+
+    def freeze(step: int, tensors: dict[str, torch.Tensor]) -> None:
+        for tensor in tensors.values():
+            tensor.fill_(1.0)
+
+    findings = look(make_run(tmp_path, config=config, weights=freeze, saved=saved)).findings
+    unmoved = [finding.steps for finding in findings if finding.name == "unmoved-weights"]
+    assert unmoved == [((198, 200),)] * (saved[0] == 198)
+
+
+@pytest.mark.parametrize(("left_out", "is_fault"), [(99, False), (98, True)])
+def test_steps_that_were_all_left_out_move_nothing_by_right(
+    tmp_path: Path, left_out: int, is_fault: bool
+) -> None:
+    """The last of the hundred steps has the learning rate 0."""
+
+    def freeze(step: int, tensors: dict[str, torch.Tensor]) -> None:
+        for tensor in tensors.values():
+            tensor.fill_(1.0)
+
+    run = make_run(tmp_path, weights=freeze, saved=[100])
+    make_run(tmp_path, weights=freeze, saved=[200], state={"nonfinite_steps": left_out})
+    names = [finding.name for finding in look(run).findings]
+    assert ("unmoved-weights" in names) is is_fault
 
 
 def test_an_optimizer_that_lost_count(tmp_path: Path) -> None:

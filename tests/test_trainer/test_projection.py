@@ -310,6 +310,25 @@ def test_real_decoding_multiplies_the_projection_in(run: Run, exported: Path) ->
         assert torch.equal(found[name], weight)
 
 
+def test_real_decoding_takes_no_projection_but_the_runs_own(
+    run: Run,
+    tiny_projected: Projected,
+    tiny_build: MakeBuild,
+    tmp_path: Path,
+) -> None:
+    """Another one of the same rank in the cache's place would give another drafter in silence."""
+    file, cache, path = tmp_path / "p.safetensors", tmp_path / "cache", tmp_path / "run"
+    settings = ProjectionSettings(is_principal=True)
+    file.write_bytes(make_projection(Run(tiny_projected.pilot), settings).to_bytes())
+    build(projecting(tiny_build(cache, preset="lossless"), file))
+    shutil.copytree(run.path, path)
+    fields = json.loads((path / "config.json").read_text())
+    fields["cache"]["path"] = str(cache)
+    (path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(CacheIncompatibleError, match="trained from a cache with fingerprint"):
+        DrafterSource.read(path)
+
+
 def test_a_wrong_product_is_not_exported(run: Run, exported: Path) -> None:
     session = Session.open(run.config())
     restore(run.require_checkpoint(), session.drafter)

@@ -21,8 +21,9 @@ from tests.conftest import REPOSITORY
 from tests.test_trainer.test_train import final_weights, metrics
 from trainer import config as training
 from trainer.config import TrainConfig
-from trainer.ranks import Ranks
+from trainer.ranks import Ranks, join
 from trainer.recipe import NoiseConfig
+from trainer.session import pick_device
 from trainer.stop import StopRequest
 from trainer.train import Training, train
 
@@ -91,6 +92,28 @@ def finish(process: "subprocess.Popen[str]") -> str:
     _, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, err
     return err
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("torch.distributed.is_torchelastic_launched", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    message = "rank 1 of this machine: needs the GPU of number 1, torch sees 1 CUDA device here"
+    with pytest.raises(ConfigError, match=message), join("cuda"):
+        pass
+
+
+@pytest.mark.parametrize("name", ["meta", "cuda:1", "cuda:7"])
+def test_a_device_that_is_not_there_or_holds_nothing_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(ConfigError, match=f"--device '{name}': (holds no values|needs the GPU)"):
+        pick_device(name, setting="--device")
+    assert pick_device("cuda:0", setting="--device") == torch.device("cuda:0")
 
 
 def test_two_ranks_learn_what_one_learns_from_the_same_batches(

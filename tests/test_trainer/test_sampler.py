@@ -281,7 +281,8 @@ def test_equal_edges_collapse() -> None:
         pytest.param(
             [5, 101, 5], "sample 1 of 101 tokens exceeds tokens_per_batch = 100", id="long"
         ),
-        pytest.param([5, 5, 0], "sample 2 of 0 tokens is empty", id="empty"),
+        pytest.param([150, 101, 120], "sample 0 of 150 tokens exceeds", id="all long"),
+        pytest.param([5, 5, 0], "sample 2 is empty", id="empty"),
         pytest.param([], "no sample", id="none"),
     ],
 )

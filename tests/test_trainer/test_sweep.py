@@ -189,6 +189,8 @@ class Scripted:
         self.stopped = 0
 
     def poll(self) -> int | None:
+        if self._script.pop("interrupts", False):
+            signal.raise_signal(signal.SIGINT)
         if self._code is None and self._pending:
             step, tau = self._pending.pop(0)
             digest = self._script.get("digest", "ab" * 32)
@@ -201,7 +203,7 @@ class Scripted:
 
     def stop(self) -> None:
         self.stopped += 1
-        self._code = 143
+        self._code = self._script.get("stop_code", 143)
 
     def wait(self) -> None:
         assert self._code is not None
@@ -241,6 +243,51 @@ def test_a_trial_below_the_median_is_pruned(
     assert [t.state.name for t in trials] == ["COMPLETE", "COMPLETE", "PRUNED"]
     assert [t.value for t in trials] == [1.6, 1.6, 1.1]
     assert said[-5].split()[:4] == ["2", "pruned", "1.1000", "2"]
+
+
+@pytest.mark.parametrize("code", [130, 143, -2, -15])
+def test_a_trial_that_the_sweep_stops_is_resumed_however_young_it_was(
+    files: Callable[..., tuple[Path, Path]],
+    scripted: Callable[[list[dict[str, Any]]], list[Scripted]],
+    tmp_path: Path,
+    code: int,
+) -> None:
+    """Before it has handlers of its own a signal kills it: that is no fault of its settings."""
+    whole = [(0, 1.0), (4, 1.6)]
+    script = {"taus": whole, "interrupts": True, "stop_code": code}
+    scripted([script, {"taus": whole}])
+    given = files("trials = 1", LR)
+    _, stopped_by = search(tmp_path / "out", given)
+    assert stopped_by == signal.SIGINT
+    (trial,) = study_of(tmp_path / "out").trials
+    assert trial.state == TrialState.RUNNING
+    search(tmp_path / "out", given)
+    (ended,) = study_of(tmp_path / "out").trials
+    assert (ended.state, ended.params) == (TrialState.COMPLETE, trial.params)
+
+
+@pytest.mark.parametrize("code", [-2, -15])
+def test_a_trial_that_others_kill_has_failed(
+    files: Callable[..., tuple[Path, Path]],
+    scripted: Callable[[list[dict[str, Any]]], list[Scripted]],
+    tmp_path: Path,
+    code: int,
+) -> None:
+    scripted([{"taus": [(0, 1.0)], "code": code}])
+    with pytest.raises(RunError, match=f"killed by {signal.Signals(-code).name}"):
+        search(tmp_path / "out", files("trials = 1", LR))
+
+
+def test_a_pruned_trial_is_pruned_however_it_ends(
+    files: Callable[..., tuple[Path, Path]],
+    scripted: Callable[[list[dict[str, Any]]], list[Scripted]],
+    tmp_path: Path,
+) -> None:
+    good = {"taus": [(0, 1.0), (2, 1.5), (4, 1.6)]}
+    scripted([good, good, {"taus": [(0, 1.0), (2, 1.1)], "stop_code": -15}])
+    search(tmp_path / "out", files("trials = 3", "startup_trials = 2", LR))
+    states = [t.state.name for t in study_of(tmp_path / "out").trials]
+    assert states == ["COMPLETE", "COMPLETE", "PRUNED"]
 
 
 def test_without_pruning_every_trial_ends_and_a_loss_is_minimized(

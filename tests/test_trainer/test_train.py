@@ -428,13 +428,14 @@ def test_a_mask_token_that_occurs_in_the_text_stops_the_run(
     config = tiny_train(tmp_path, tiny_cache)
     config = replace(config, drafter=replace(config.drafter, mask_token_id=letter))
     monkeypatch.setattr("trainer.session._MASK_SHARDS", scanned_shards)
-    run = Training(config)
     with pytest.raises(ConfigError, match=f"mask_token_id {letter} occurs in the text") as caught:
-        run.train()
+        train(config)
     words = str(caught.value).replace(",", " ").replace(".", " ").split()
     sample_id, place = words[words.index("sample") + 1], int(words[words.index("position") + 1])
     ids = [cache.index.sample_id(i) for i in range(len(cache.index))]
     assert cache.read(ids.index(sample_id)).token_ids[place] == letter
+    monkeypatch.setattr("trainer.session._MASK_SHARDS", 0)
+    run = Training(config)
     with pytest.raises(ConfigError, match=f"mask_token_id {letter} occurs in the text"):
         run.learner.train_step(iter(run._loader()))
 

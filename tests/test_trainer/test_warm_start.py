@@ -1,8 +1,10 @@
 """A drafter in z-lab's layout as first weights: bit for bit, or refused."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from shared import config as configs
-from shared.errors import RunError
+from shared.errors import DraftCacheError, RunError
 from tests.test_trainer.test_stop import CONFIG
 from trainer.checkpoint import save
 from trainer.cli import main
@@ -227,15 +229,53 @@ def test_weights_that_do_not_fit_are_refused(
         Training(warm(start))
 
 
-def test_a_start_that_is_refused_does_not_cost_the_run_that_is_there(
-    tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("train.init_from={path}/nothing", "nothing: no drafter here"),
+        ("train.init_from={path}/run/export/dflash", "lies in the run .*which --fresh deletes"),
+        (
+            "sampler.tokens_per_batch=100",
+            r"sample \d+ of \d+ tokens exceeds tokens_per_batch = 100",
+        ),
+        ("loss.kind=kl", "needs the target's last hidden state"),
+        ("drafter.mask_token_id=87", "mask_token_id 87 occurs in the text"),
+        ("drafter.intermediate_size=1000000000", "parameters need .* GiB to be trained"),
+        ("anchors.per_sample=100000000", "training needs about"),
+    ],
+)
+def test_a_fresh_start_that_is_refused_does_not_cost_the_run_that_is_there(
+    drafter: Path,
+    tiny_cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    setting: str,
+    message: str,
 ) -> None:
-    config = tiny_train(tmp_path / "run", tiny_cache, steps=2)
-    train(config)
-    file = tmp_path / "run.toml"
-    file.write_text(CONFIG.format(run=config.run.path, cache=tiny_cache))
-    absent = f"train.init_from={tmp_path / 'nothing'}"
-    arguments = ["train", "--config", str(file), "--set", absent, "--fresh"]
-    result = CliRunner().invoke(main, arguments)
-    assert isinstance(result.exception, RunError)
-    assert Run(config.run.path).require_checkpoint().step == 2
+    if "anchors" in setting:
+        monkeypatch.setattr("trainer.footprint.memory_of", lambda device: 1000)
+    run, file = tmp_path / "run", tmp_path / "run.toml"
+    shutil.copytree(drafter.parent.parent, run)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert any(path.name == "state.json" for path in before)
+    file.write_text(CONFIG.format(run=run, cache=tiny_cache))
+    arguments = ["train", "--config", str(file), "--set", setting.format(path=tmp_path)]
+    result = CliRunner().invoke(main, [*arguments, "--fresh"])
+    assert isinstance(result.exception, DraftCacheError)
+    assert re.search(message, str(result.exception))
+    after = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert after == before
+
+
+def test_a_fresh_start_leaves_nothing_of_the_run_before(
+    drafter: Path, tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path
+) -> None:
+    config = tiny_train(tmp_path / "run", tiny_cache)
+    shutil.copytree(drafter.parent.parent, config.run.path)
+    start = replace(config.train, steps=1, init_from=drafter)
+    train(replace(config, train=start), is_fresh=True)
+    run = Run(config.run.path)
+    assert [path.name for path in (run.path / "checkpoints").iterdir()] == ["step-00000001"]
+    assert [evaluation["step"] for evaluation in run.evaluations(9)] == [0, 1]
+    assert not (run.path / "export").exists()
+    assert run.require_checkpoint().state["init_from"]["path"] == str(drafter)

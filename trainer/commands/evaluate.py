@@ -51,7 +51,7 @@ checkpoint_option = click.option(
     "template_args",
     metavar="NAME=VALUE",
     multiple=True,
-    help="Argument of the chat template, as in the cache: enable_thinking=false.",
+    help="Argument of the chat template: enable_thinking=false. Default: those of a run's cache.",
 )
 @click.option(
     "--max-new-tokens",
@@ -69,7 +69,7 @@ checkpoint_option = click.option(
 )
 @click.option(
     "--temperature",
-    type=click.FloatRange(min=0.0),
+    type=cli.FiniteFloat(min=0.0),
     default=0.0,
     show_default=True,
     help="Above 0, texts are drawn from the target's distribution; 0 is greedy.",

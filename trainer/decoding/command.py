@@ -43,17 +43,21 @@ def evaluate_with_target(
     if config.temperature and config.tree_budgets:
         raise ConfigError("--tree-budget: trees are decoded greedily. Leave out --temperature.")
     source = DrafterSource.read(drafter, checkpoint)
+    template_arguments = source.template_arguments(template_arguments)
+    encoder = PromptEncoder(target_path, template_arguments)
     picked = pick_device(device, setting="--device")
     target = Target.load(target_path, source.target_layer_ids, dtype=dtype, device=picked)
     source.require_target(target)
+    source.compare_weights(target_path)
     evaluation = Evaluation(target, source.drafter.to(target.device, target.dtype).eval(), config)
     # The last block may reach beyond the text.
     room = config.max_new_tokens + source.drafter.config.block_size
     prompts, counts = collect_prompts(
         chain(read_rows(files), *(SETS[name].rows(name) for name in sets)),
-        PromptEncoder(target_path, template_arguments),
+        encoder,
         limit=limit,
         max_tokens=target.max_positions - room,
+        vocab_size=target.config.vocab_size,
     )
     num_texts = len(prompts) * len(config.methods)
     with Bar("decode", "text", num_texts) as bar:
@@ -62,6 +66,7 @@ def evaluate_with_target(
         "drafter": source.where,
         "step": source.step,
         "target": str(target_path),
+        "template_arguments": template_arguments,
         "dtype": dtype,
         "device": str(target.device),
         "max_new_tokens": config.max_new_tokens,

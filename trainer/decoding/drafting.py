@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, scaled_dot_product_attention
 
 from shared.decoder import Decoder
+from shared.errors import NonFiniteError
 from trainer.drafter import Drafter, Layer
 from trainer.rotary import Angles, rotary_angles, rotate
 
@@ -47,7 +48,11 @@ class Drafting:
 
     @torch.inference_mode()
     def logits(self, token_id: int) -> Tensor:
-        """Of the slots that follow `token_id`, the text's newest token: [P, V]."""
+        """Of the slots that follow `token_id`, the text's newest token: [P, V].
+
+        Raises:
+            NonFiniteError: one is NaN or infinity.
+        """
         drafter, config = self._drafter, self._drafter.config
         ids_K = torch.full((config.block_size,), config.mask_token_id)
         ids_K[0] = token_id
@@ -64,6 +69,12 @@ class Drafting:
             mask = self._window(config.sliding_window, hidden_KD.device) if slides else None
             hidden_KD = self._run(layer, hidden_KD, context, angles, mask)
         logits_PV: Tensor = self._decoder.lm_head(drafter.norm(hidden_KD[1:]))
+        if not bool(logits_PV.amax(-1).isfinite().all()):
+            dtype = str(drafter.fc.weight.dtype).removeprefix("torch.")
+            raise NonFiniteError(
+                f"the drafter's logits are not finite in {dtype}. Give --dtype bfloat16, float32, "
+                "or another checkpoint."
+            )
         return logits_PV
 
     def _run(

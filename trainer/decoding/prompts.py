@@ -9,12 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from shared.errors import DataError, TargetError
+from shared.errors import ConfigError, DataError, TargetError
 from trainer.acceptance import segments
 
 logger = logging.getLogger(__name__)
 
 _TEXTS = ("prompt", "question")
+_RESERVED = (
+    *("conversation", "chat_template", "add_generation_prompt", "continue_final_message"),
+    *("tokenize", "tokenizer_kwargs", "padding", "truncation", "max_length"),
+)
+"""Names that are of the call of the template, and never reach it; so are all of `return_`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,17 @@ class PromptEncoder:
     """The target's tokenizer, loaded when the first row needs it."""
 
     def __init__(self, target: Path, template_arguments: dict[str, Any]) -> None:
+        """For prompts of the target in the directory `target`.
+
+        Raises:
+            ConfigError: an argument is none of a template.
+        """
+        for name in template_arguments:
+            if name in _RESERVED or name.startswith("return_"):
+                raise ConfigError(
+                    f"--template-arg {name}: no argument of a chat template, but of its call. "
+                    "Leave it out."
+                )
         self._target = target
         self._arguments = template_arguments
         self._tokenizer: Any = None
@@ -58,10 +74,13 @@ class PromptEncoder:
             encoded = self._tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, return_dict=True, **self._arguments
             )
+            token_ids = [int(token) for token in encoded["input_ids"]]
         except Exception as error:  # a template is a program, and may raise anything
             text = " ".join(str(error).split())[:200]
             raise DataError(f"{place}: the target's chat template refuses it ({text}).") from error
-        return list(encoded["input_ids"])
+        if not token_ids:
+            raise DataError(f"{place}: the target's chat template makes no token of it.")
+        return token_ids
 
     def _load(self) -> Any:
         from transformers import AutoTokenizer
@@ -115,11 +134,15 @@ def collect_prompts(
     *,
     limit: int | None,
     max_tokens: float,
+    vocab_size: int,
 ) -> tuple[list[Prompt], PromptCounts]:
     """The first `limit` prompts of at most `max_tokens` tokens.
 
+    Args:
+        vocab_size: tokens that the target knows.
+
     Raises:
-        DataError: a row holds no prompt, or none is left.
+        DataError: a row holds no prompt, or one of other tokens; or none is left.
     """
     prompts: list[Prompt] = []
     num_too_long = 0
@@ -127,6 +150,11 @@ def collect_prompts(
         if len(prompts) == limit:
             break
         token_ids = encoder.encode(row, place)
+        if unknown := [token for token in token_ids if not 0 <= token < vocab_size]:
+            raise DataError(
+                f"{place}: token {unknown[0]} is none of the target, which has those from 0 "
+                f"to {vocab_size - 1}. Give prompts of its tokenizer."
+            )
         if len(token_ids) > max_tokens:
             num_too_long += 1
             logger.warning(
@@ -144,12 +172,14 @@ def collect_prompts(
 
 def _ids_of(row: dict[str, Any], place: str) -> list[int]:
     ids, mask = row["input_ids"], row.get("loss_mask")
-    if not isinstance(ids, list) or not ids or not all(isinstance(i, int) for i in ids):
+    if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
         raise DataError(f"{place}: input_ids must be a list of token ids.")
     if mask is None:
         return ids
     if not isinstance(mask, list) or len(mask) != len(ids):
         raise DataError(f"{place}: loss_mask must be a list as long as input_ids.")
+    if not all(isinstance(flag, int) and flag in (0, 1) for flag in mask):
+        raise DataError(f"{place}: loss_mask must be of 0 and 1.")
     answers = segments(np.array(mask))
     if not answers or not answers[-1][0]:
         raise DataError(f"{place}: its loss_mask leaves no prompt before an answer.")

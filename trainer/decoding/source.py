@@ -1,19 +1,26 @@
 """The drafter to decode with: of a run's newest checkpoint, or of an exported directory."""
 
+import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from shared.errors import RunError
+from shared.errors import DraftCacheError, RunError
 from shared.files import read_json
-from trainer.caches import Caches, generations_of
+from shared.spec import CaptureSpec
+from shared.weights import weights_sha256
+from trainer.caches import Caches
 from trainer.decoding.target import Target
 from trainer.drafter import Drafter
 from trainer.drafter_directory import read_config, read_weights, require_tensors
 from trainer.exporting.zlab import dflash_shapes, drafter_of
 from trainer.projection import unprojected
 from trainer.run import NEWEST, Run
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -25,6 +32,9 @@ class DrafterSource:
     target_layer_ids: tuple[int, ...]
     sizes: dict[str, int]
     """Of the target, as far as it is known: `hidden_size`, `num_hidden_layers`, `vocab_size`."""
+
+    spec: CaptureSpec | None
+    """Of the cache that it was trained from; None for a directory, or where that is gone."""
 
     step: int | None
     """Of the checkpoint; None for a directory, which does not say."""
@@ -68,7 +78,7 @@ class DrafterSource:
         names = {"hidden_size": "hidden_size", "vocab_size": "vocab_size"}
         names["num_target_layers"] = "num_hidden_layers"
         sizes = {ours: config[name] for name, ours in names.items() if name in config}
-        return cls(where, drafter, tuple(layer_ids), sizes, None)
+        return cls(where, drafter, tuple(layer_ids), sizes, None, None)
 
     @classmethod
     def _of_run(cls, run: Run, checkpoint: str) -> "DrafterSource":
@@ -82,15 +92,63 @@ class DrafterSource:
         layer_ids = tuple(snapshot.cache["target_layer_ids"])
         drafter = Drafter(config.drafter, hidden_size, len(layer_ids) * hidden_size)
         weights = snapshot.drafter
-        if "projection" in snapshot.cache:  # its matrix is in the cache alone
-            cache = Caches(config.cache.paths, generations=generations_of(snapshot.cache))
-            weights = unprojected(cache, weights)
+        sizes, spec = {"hidden_size": hidden_size}, None
+        try:
+            cache = Caches(config.cache.paths)
+            cache.require_same(snapshot.cache, str(run.path), same_samples=False)
+        except DraftCacheError as error:
+            if "projection" in snapshot.cache:  # its matrix is in the cache alone
+                raise
+            logger.warning(
+                "the target is compared with the drafter's by its hidden size alone, and the "
+                "cache's template arguments are not known: %s",
+                error,
+            )
+        else:
+            weights, spec = unprojected(cache, weights), cache.spec
+            sizes["num_hidden_layers"] = spec.target.num_layers
+            sizes["vocab_size"] = spec.target.vocab_size
         # Rounded as an export is: the figures are those of what will be served.
         drafter.load_state_dict(
             {name: value.to(torch.bfloat16).float() for name, value in weights.items()}
         )
-        sizes = {"hidden_size": hidden_size}
-        return cls(str(run.path), drafter, layer_ids, sizes, snapshot.step)
+        return cls(str(run.path), drafter, layer_ids, sizes, spec, snapshot.step)
+
+    def compare_weights(self, target: Path) -> None:
+        """Warn where the weights in `target` are not those that the cache was captured from.
+
+        The same model in another type or in other files is a target by right; one of the same
+        sizes that was trained on is not, and nothing but its weights tells.
+
+        Raises:
+            TargetError: there are none.
+        """
+        if self.spec is None:
+            return
+        expected, found = self.spec.target.weights_sha256, weights_sha256(target)
+        if found != expected:
+            logger.warning(
+                "%s: its weights (sha256 %s) are not those that the cache of %s was captured from "
+                "(%s). If it is another model, and not the same one in other files, the figures "
+                "are not those of the drafter's target.",
+                target,
+                found[:16],
+                self.where,
+                expected[:16],
+            )
+
+    def template_arguments(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of the chat template: those of the cache, but for the ones that are given."""
+        of_cache = self.spec.tokens.template_arguments if self.spec else {}
+        for name in sorted(given.keys() & of_cache.keys()):
+            if given[name] != of_cache[name]:
+                logger.warning(
+                    "--template-arg %s=%s: the drafter was trained with %s",
+                    name,
+                    json.dumps(given[name]),
+                    json.dumps(of_cache[name]),
+                )
+        return {**of_cache, **given}
 
     def require_target(self, target: Target) -> None:
         """Refuse a target of other sizes than the drafter was trained for.

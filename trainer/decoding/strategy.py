@@ -76,7 +76,7 @@ class SampledChain:
         p_NV = self._probabilities(logits_NV)
         for slot, token in enumerate(draft.token_ids):
             p_V, q_V = p_NV[slot], draft.probabilities_PV[slot]
-            if self._uniform() * float(q_V[token]) >= float(p_V[token]):
+            if not self._uniform() * float(q_V[token]) < float(p_V[token]):  # NaN rejects
                 rest_V = (p_V - q_V).clamp_min(0.0)
                 # All zero only where rounding made p and q one: then p is right.
                 return list(range(slot + 1)), self._draw(rest_V if bool(rest_V.any()) else p_V)

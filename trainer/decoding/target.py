@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shared import log
 from shared.decoder import Decoder
-from shared.errors import TargetError
+from shared.errors import NonFiniteError, TargetError
 from trainer.decoding.kv_cache import KeyValueCache, require_croppable, require_plain
 
 
@@ -57,7 +57,8 @@ class Target:
         for layer_id in self.layer_ids:
             self.decoder.layers[layer_id].register_forward_hook(self._tap(layer_id))
         self.device = next(self.decoder.embedding.parameters()).device
-        self.dtype = next(self.decoder.layers[0].parameters()).dtype
+        # Not of a block, which may be stored quantised.
+        self.dtype = next(self.decoder.embedding.parameters()).dtype
         self.eos_token_ids = _eos_token_ids(self._model)
         # Renamed within transformers 5, with a warning for the old name.
         parameters = inspect.signature(type(self._model).forward).parameters
@@ -108,6 +109,9 @@ class Target:
             visible_NN: bool, which of the tokens each one sees besides the text; the earlier ones
                 by default.
             last_only: logits of the last token only.
+
+        Raises:
+            NonFiniteError: a logit is NaN or infinity. Minus infinity is a token never said.
         """
         begin = len(cache)
         offsets = range(len(token_ids)) if depths is None else depths
@@ -120,6 +124,12 @@ class Target:
             logits_to_keep=1 if last_only else 0,
             **{self._cache_name: cache.rows},
         )
+        if not bool(output.logits.amax(-1).isfinite().all()):
+            dtype = str(self.dtype).removeprefix("torch.")
+            raise NonFiniteError(
+                f"{self.name}: its logits are not finite in {dtype}. Give --dtype bfloat16 or "
+                "float32."
+            )
         states = [self._states.pop(layer_id)[0] for layer_id in self.layer_ids]
         return Output(output.logits[0], torch.cat([s.to(self.device) for s in states], dim=-1))
 
@@ -143,7 +153,6 @@ def load_model(path: Path, dtype: str) -> Any:
     Raises:
         TargetError: there is none, or transformers cannot load it.
     """
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -163,7 +172,9 @@ def load_model(path: Path, dtype: str) -> Any:
             local_files_only=True,
             output_loading_info=True,
         )
-    except (ValueError, OSError, ImportError, RuntimeError, SafetensorError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # of a config.json that may say anything
         text = " ".join(str(error).split())[:400]
         raise TargetError(f"{path}: transformers cannot load it ({text}).") from error
     if missing := sorted(loaded["missing_keys"]):

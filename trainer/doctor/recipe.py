@@ -154,19 +154,21 @@ def noise_schedule(view: RunView) -> list[Finding]:
         for name in ("warmup_steps", "hold_steps", "decay_steps")
         if getattr(config, name)
     }
+    found = []
     if parts and config.scale == 0:
-        return [_dead_noise(", ".join(f"noise.{k} = {v}" for k, v in parts.items()), 0.0)]
-    if config.scale == 0:
-        return []
+        found = [_dead_noise(", ".join(f"noise.{k} = {v}" for k, v in parts.items()), 0.0)]
+    if config.scale == 0 and "train/noise_scale" not in steps.present:
+        return found
     scale = steps["train/noise_scale"]
     expected = np.array([noise_scale(step - 1, config) for step in steps.step.tolist()])
     wrong = ~np.isclose(scale, expected, rtol=1e-6, atol=1e-12)
     if not wrong.any():
-        return []
+        return found
     if len(scale) > 1 and np.ptp(scale) == 0 and np.ptp(expected) > 0:
         schedule = f"a scale from {expected.min():g} to {expected.max():g} is due by now"
         return [_dead_noise(schedule, float(scale[0]), ranges(steps.step[wrong].tolist()))]
     return [
+        *found,
         Finding(
             severity="error",
             name="noise-not-as-configured",
@@ -175,7 +177,7 @@ def noise_schedule(view: RunView) -> list[Finding]:
             evidence=f"the scale in force differs from the schedule at {int(wrong.sum())} steps, "
             f"by up to {np.nanmax(np.abs(scale - expected)):g}",
             advice="The schedule must be asked at each step, with the optimizer's own count.",
-        )
+        ),
     ]
 
 

@@ -6,7 +6,8 @@ import numpy as np
 
 from trainer.checkpoint import DRAFTER, OPTIMIZER
 from trainer.doctor.finding import Finding, NotCheckedError, ranges
-from trainer.doctor.view import RunView
+from trainer.doctor.view import CheckpointView, RunView
+from trainer.optim import learning_rate
 from trainer.tensors import TensorFacts
 
 _FEW_TENSORS = 3
@@ -70,7 +71,7 @@ def unmoved_weights(view: RunView) -> list[Finding]:
     whole = [held for held in view.checkpoints if held.damage is None]
     for before, after in pairwise(whole):
         first, second = (held.payload["files"][DRAFTER]["sha256"] for held in (before, after))
-        if first == second:
+        if first == second and _num_moves(view, before, after) > 0:
             findings.append(
                 Finding(
                     severity="error",
@@ -97,6 +98,17 @@ def unmoved_weights(view: RunView) -> list[Finding]:
                 )
             )
     return findings
+
+
+def _num_moves(view: RunView, before: CheckpointView, after: CheckpointView) -> int:
+    """Steps between two checkpoints that should have moved the weights."""
+    config = view.config
+    is_still = [
+        learning_rate(step, config.train.steps, config.optimizer) == 0.0
+        for step in range(before.step, after.step)
+    ]
+    left_out = [int(held.payload["state"].get("nonfinite_steps", 0)) for held in (before, after)]
+    return len(is_still) - sum(is_still) - (left_out[1] - left_out[0])
 
 
 def nonfinite_steps(view: RunView) -> list[Finding]:

@@ -30,6 +30,8 @@ BASE = "train.toml"
 _POLL_SECONDS = 0.2
 _HELDOUT = "heldout_sha256"
 _STOPPED_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+_YOUNG_CODES = (-signal.SIGINT, -signal.SIGTERM)
+"""Of a trial that is stopped before it has set up how it stops."""
 
 
 @dataclass(eq=False, slots=True)
@@ -45,11 +47,23 @@ class _Running:
     """Of the evaluations seen."""
 
     is_pruned: bool = False
+    is_stopped: bool = False
+    """By the sweep, whatever for."""
+
     error: str | None = None
     """Why it was stopped as failed."""
 
     last: dict[str, Any] = field(default_factory=dict)
     """The newest evaluation."""
+
+    def stop(self) -> None:
+        """Have it save and end. To be called once."""
+        self.is_stopped = True
+        self.process.stop()
+
+    def has_stopped(self, code: int) -> bool:
+        """Whether `code` is that of a trial that was stopped, and is as it was to be left."""
+        return code in _STOPPED_CODES or (self.is_stopped and code in _YOUNG_CODES)
 
 
 class Sweep:
@@ -181,13 +195,13 @@ class Sweep:
                 continue
             if problem:
                 running.error = problem
-                running.process.stop()
+                running.stop()
             elif 0 < step < steps and value is not None:
                 running.trial.report(value, step)
                 if running.trial.should_prune():
                     logger.info("trial %d: pruned at step %d", running.trial.number, step)
                     running.is_pruned = True
-                    running.process.stop()
+                    running.stop()
 
     def _compare_heldout(self, evaluation: dict[str, Any]) -> str | None:
         """Why figures of other trials must not be compared with this one's; None if they may."""
@@ -215,10 +229,10 @@ class Sweep:
             logger.info("trial %d: %s %.4f", trial.number, self.sweep.metric, value)
         elif running.error is not None:
             self._fail(trial, running.error, traffic)
-        elif running.is_pruned and code in _STOPPED_CODES:
+        elif running.is_pruned and running.has_stopped(code):
             self._remember(trial, running.last_step, traffic)
             self.study.tell(trial, state=TrialState.PRUNED)
-        elif code in _STOPPED_CODES:
+        elif running.has_stopped(code):
             self._remember(trial, running.last_step, traffic)
             logger.warning("trial %d: stopped and saved; the next sweep resumes it", trial.number)
         else:
@@ -245,7 +259,7 @@ class Sweep:
         """Have all trials save and end, and wait for them. They stay unfinished, to be resumed."""
         for running in self._running:
             if not (running.is_pruned or running.error):
-                running.process.stop()
+                running.stop()
         for running in self._running:
             running.process.wait()
         for running in list(self._running):

