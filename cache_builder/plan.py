@@ -177,7 +177,7 @@ def _relies_on(description: Mapping[str, Any]) -> frozenset[str] | None:
 
 def _read_description(directory: Path) -> dict[str, Any]:
     """The fields of `plan.json`, compared with their digest."""
-    fields = read_json(directory / DESCRIPTION)
+    fields = read_json(directory / DESCRIPTION, remedy=_DAMAGED)
     digest = fields.pop(OWN_DIGEST, None) if isinstance(fields, dict) else None
     try:
         found = sha256_bytes(canonical_json(fields))

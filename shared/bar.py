@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
 from typing import TypeVar
 
 from tqdm import tqdm
@@ -47,12 +46,7 @@ class Bar:
     def __enter__(self) -> "Bar":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._bar is not None:
             self._bar.close()
 

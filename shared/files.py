@@ -73,28 +73,28 @@ def write_json(path: Path, value: Any) -> None:
     write_bytes(path, json_bytes(value))
 
 
-def read_json(path: Path, *, digest: str | None = None) -> Any:
-    """Parse `path`, after comparing its bytes with `digest` where one is given.
+def read_json(path: Path, *, remedy: str = "") -> Any:
+    """Parse `path`.
+
+    Args:
+        remedy: what to do where it is missing or damaged, for the message.
 
     Raises:
-        CacheError: missing, not JSON, or other bytes than `digest` says.
+        CacheError: missing, or not JSON.
     """
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        raise CacheError(f"{path}: missing.") from None
+        raise CacheError(f"{path}: missing. {remedy}".rstrip()) from None
     except OSError as error:
         reason = os.strerror(error.errno or 0)
         raise CacheError(f"{path}: cannot be read ({reason}). Look at what lies there.") from error
-    if digest is not None and (found := sha256_bytes(data)) != digest:
-        raise CacheError(
-            f"{path}: expected sha256 {digest[:16]}, found {found[:16]}. The file was changed or "
-            "damaged after it was written."
-        )
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise CacheError(f"{path}: not JSON ({error}). The file is damaged.") from None
+        raise CacheError(
+            f"{path}: not JSON ({error}). {remedy or 'The file is damaged.'}"
+        ) from None
 
 
 def parse_json(data: bytes, where: str) -> Any:

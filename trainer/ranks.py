@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shared.errors import RunError
+from shared.errors import ConfigError, RunError
 from trainer.session import require_gpu
 
 T = TypeVar("T")
@@ -72,6 +72,18 @@ class Ranks:
             raise RunError(
                 f"the ranks do not agree on {what}: {values}. All need the same configuration, "
                 "cache and run directory."
+            )
+
+    def require_shares(self, num_batches: int) -> None:
+        """Refuse micro-batches of a step that the ranks cannot share equally.
+
+        Raises:
+            ConfigError: saying of how many they must be a multiple.
+        """
+        if num_batches % self.size:
+            raise ConfigError(
+                f"train.batches_per_step: {num_batches} micro-batches of a step, over all ranks, "
+                f"do not make equal shares for {self.size}. Set it to a multiple of {self.size}."
             )
 
     @contextmanager

@@ -95,6 +95,18 @@ class Run:
                 "Give the run a directory of its own."
             )
 
+    def require_outside(self, start: Path) -> None:
+        """Refuse to begin anew from what lies in this run, since that is deleted first.
+
+        Raises:
+            ConfigError: naming both.
+        """
+        if start.resolve().is_relative_to(self.path.resolve()):
+            raise ConfigError(
+                f"train.init_from {start}: lies in the run {self.path}, which --fresh deletes. "
+                "Copy it elsewhere, or give the new run another path."
+            )
+
     def start_afresh(self) -> None:
         """Forget what an earlier run left: checkpoints, metrics, evaluations, export.
 

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from shared import config as configs
 from shared.bar import Bar
-from shared.errors import ConfigError, DraftCacheError, RunError
+from shared.errors import DraftCacheError, RunError
 from shared.files import canonical_json, sha256_bytes
 from shared.quantity import size
 from trainer.announce import announce, measure_order
@@ -59,11 +59,11 @@ class Training:
         """
         self.config = config
         self.ranks = ranks
-        _require_share(config, ranks)
+        ranks.require_shares(config.train.batches_per_step)
         self.run = Run(config.run.path)
         self.run.require_own()
-        if is_fresh:
-            _require_start_elsewhere(config)
+        if is_fresh and config.train.init_from is not None:
+            self.run.require_outside(config.train.init_from)
         snapshot = None if is_fresh else self.run.newest_checkpoint()
         generations = None if snapshot is None else generations_of(snapshot.cache)
         self.meter = Meter(pick_device(config.train.device, ranks.local_rank))
@@ -74,7 +74,8 @@ class Training:
             self.learner.begin(WarmStart.read(self.session))
         else:
             self._check(snapshot)
-        if ranks.is_main:
+        is_done = snapshot is not None and snapshot.step == config.train.steps
+        if ranks.is_main and not is_done:
             require_unused_mask_token(config.drafter, self.session.cache)
         if is_fresh:
             ranks.gather("begin")  # none of them refuses
@@ -328,24 +329,6 @@ def train(
     """Train, or go on training, the run that `config` describes: see `Training`."""
     with Run(config.run.path).locked() if ranks.is_main else nullcontext():
         return Training(config, ranks, is_fresh=is_fresh).train()
-
-
-def _require_share(config: TrainConfig, ranks: Ranks) -> None:
-    count = config.train.batches_per_step
-    if count % ranks.size:
-        raise ConfigError(
-            f"train.batches_per_step: {count} micro-batches of a step, over all ranks, do not make "
-            f"equal shares for {ranks.size}. Set it to a multiple of {ranks.size}."
-        )
-
-
-def _require_start_elsewhere(config: TrainConfig) -> None:
-    start, run = config.train.init_from, config.run.path
-    if start is not None and start.resolve().is_relative_to(run.resolve()):
-        raise ConfigError(
-            f"train.init_from {start}: lies in the run {run}, which --fresh deletes. Copy it "
-            "elsewhere, or give the new run another path."
-        )
 
 
 def _scalars(heldout: dict[str, Any]) -> Iterator[tuple[str, float]]:

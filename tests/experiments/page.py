@@ -148,9 +148,7 @@ def _more(group: Group, by_seed: dict[int, Record]) -> list[str]:
     if group.name == "order":
         return [f"{_mean([record['train']['wobble'] for record in by_seed.values()]):.3f}"]
     if group.has_bytes:
-        stored = next((r["cache"] for r in by_seed.values() if "cache" in r), None)
-        if stored is None:  # a result of before it was kept
-            return []
+        stored = next(iter(by_seed.values()))["cache"]
         return [f"{stored['bytes_per_token']:,.0f}, {stored['stored_over_raw']:.3f}"]
     return []
 
