@@ -119,6 +119,11 @@ def join(device_type: str) -> Iterator[Ranks]:
     if device_type == "cuda":
         require_gpu(local_rank, f"torchrun --nproc-per-node, rank {local_rank} of this machine")
         torch.cuda.set_device(local_rank)
+    # Default arguments in this module hold the group that there is when it is first imported, as
+    # building an optimizer does. Held, the group is not destroyed below, and its threads may abort
+    # the process at its end.
+    import torch.distributed.nn.functional  # noqa: F401
+
     dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=_TIMEOUT)
     yield Ranks(dist.get_rank(), size, local_rank)
     dist.destroy_process_group()  # after an error the others may be gone: the process ends anyway

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import torch
 from safetensors.torch import save_file
@@ -137,12 +138,15 @@ def _run(
         way: (fill, []) for way, (fill, _) in ways.items()
     }
     _forward(worker, samples[-8:], task)  # what is done once, is done
-    for _ in range(rounds):
+    for turn in range(rounds):
         for way, (_, run) in ways.items():
             barrier.wait()
             began = time.perf_counter()
             run()
             rates[way][1].append(num_tokens / (time.perf_counter() - began))
+            if not number:
+                where = f"{barrier.parties} at a time, round {turn + 1} of {rounds}, {way}"
+                click.echo(f"capture, {where}: {rates[way][1][-1]:,.0f} tokens/s each", err=True)
     results.put(rates)
 
 

@@ -33,6 +33,8 @@ MakeTrain = Callable[..., TrainConfig]
 Start = Callable[[TrainConfig], "subprocess.Popen[str]"]
 
 SECONDS = 120
+LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
 
 
 def step_config(steps: int, batches_per_step: int = 2) -> training.StepConfig:
@@ -55,12 +57,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
     def begin(config: TrainConfig) -> "subprocess.Popen[str]":
         path = tmp_path / "empty.toml"
         path.touch()
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command = ["--nproc-per-node=2", "-m", "trainer", "train", "--config", str(path)]
         process = subprocess.Popen(
-            [*launcher, *command, *overrides(config)],
+            [*LAUNCHER, *command, *overrides(config)],
             cwd=REPOSITORY,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+            env=ENVIRONMENT,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
@@ -114,6 +115,31 @@ def test_a_device_that_is_not_there_or_holds_nothing_is_refused(
     with pytest.raises(ConfigError, match=f"--device '{name}': (holds no values|needs the GPU)"):
         pick_device(name, setting="--device")
     assert pick_device("cuda:0", setting="--device") == torch.device("cuda:0")
+
+
+def test_no_thread_of_the_group_outlives_it(tmp_path: Path) -> None:
+    """One that frees a tensor while the interpreter ends aborts the process, and with it the run."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from pathlib import Path\n"
+        "from trainer.ranks import join\n"
+        "def threads():\n"
+        "    return [p.read_text() for p in Path('/proc/self/task').glob('*/comm')]\n"
+        "with join('cpu') as ranks:\n"
+        "    import torch._dynamo\n"
+        "    assert ranks.gather(ranks.rank) == [0, 1]\n"
+        "    assert any('gloo' in name for name in threads())\n"
+        "assert not any('gloo' in name for name in threads()), threads()\n"
+    )
+    done = subprocess.run(
+        [*LAUNCHER, "--nproc-per-node=2", str(script)],
+        cwd=REPOSITORY,
+        env=ENVIRONMENT,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_two_ranks_learn_what_one_learns_from_the_same_batches(
