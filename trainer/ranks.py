@@ -5,6 +5,7 @@ step; gradients and figures are summed before the step, so that all ranks apply 
 Alone, nothing here does anything.
 """
 
+import importlib
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -122,8 +123,7 @@ def join(device_type: str) -> Iterator[Ranks]:
     # Default arguments in this module hold the group that there is when it is first imported, as
     # building an optimizer does. Held, the group is not destroyed below, and its threads may abort
     # the process at its end.
-    import torch.distributed.nn.functional  # noqa: F401
-
+    importlib.import_module("torch.distributed.nn.functional")
     dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=_TIMEOUT)
     yield Ranks(dist.get_rank(), size, local_rank)
     dist.destroy_process_group()  # after an error the others may be gone: the process ends anyway

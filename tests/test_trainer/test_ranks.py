@@ -118,7 +118,7 @@ def test_a_device_that_is_not_there_or_holds_nothing_is_refused(
 
 
 def test_no_thread_of_the_group_outlives_it(tmp_path: Path) -> None:
-    """One that frees a tensor while the interpreter ends aborts the process, and with it the run."""
+    """One that frees a tensor while the interpreter ends aborts the process."""
     script = tmp_path / "script.py"
     script.write_text(
         "from pathlib import Path\n"
