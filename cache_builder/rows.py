@@ -132,7 +132,10 @@ def _row_hash(row: bytes | dict[str, Any]) -> int:
     if isinstance(row, bytes):
         text = row.strip()
     else:
-        text = json.dumps(row, sort_keys=True, default=repr).encode()
+        try:
+            text = json.dumps(row, sort_keys=True, default=repr).encode()
+        except TypeError:  # a map whose keys are dates or bytes
+            text = repr(row).encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big")
 
 

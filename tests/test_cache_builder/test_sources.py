@@ -135,6 +135,16 @@ def test_columns_of_json_and_of_maps_are_read(tmp_path: Path) -> None:
     ]
 
 
+def test_rows_are_chosen_among_those_whose_maps_have_keys_of_bytes(tmp_path: Path) -> None:
+    kind = arrow.map_(arrow.binary(), arrow.int64())
+    column = arrow.array([[(b"k", i), (b"\xff", 0)] for i in range(40)], kind)
+    parquet.write_table(arrow.table({"m": column}), tmp_path / "m.parquet")
+    files = find_files(str(tmp_path / "m.parquet"))
+    below = choose_below(files, weight=1.0, limit=10)
+    rows = [row for file in files for _, row in read_rows(file, below=below)]
+    assert sum(isinstance(row, dict) for row in rows) == 10
+
+
 @pytest.mark.parametrize("write", WRITERS)
 def test_weight_and_limit_take_the_same_rows_of_a_table_at_every_reading(
     write: Write, tmp_path: Path
