@@ -45,7 +45,8 @@ class Endpoint:
             api_key: sent to the server without white space around it, and written nowhere.
 
         Raises:
-            EndpointError: httpx is not installed, or no header can hold the key.
+            EndpointError: httpx is not installed, no header can hold the key, or a variable of the
+                environment names a proxy that is none.
         """
         try:
             import httpx
@@ -58,17 +59,24 @@ class Endpoint:
         self._url = config.url.rstrip("/")
         self._api_key = _checked_key(api_key)
         self._timeout_error, self._request_error = httpx.TimeoutException, httpx.RequestError
-        self._client = httpx.Client(
-            headers={"Authorization": f"Bearer {self._api_key}"} if self._api_key else {},
-            timeout=httpx.Timeout(
-                config.timeout_seconds,
-                connect=min(_CONNECT_SECONDS, config.timeout_seconds),
-                pool=None,
-            ),
-            limits=httpx.Limits(
-                max_connections=config.concurrency, max_keepalive_connections=config.concurrency
-            ),
-        )
+        try:
+            self._client = httpx.Client(
+                headers={"Authorization": f"Bearer {self._api_key}"} if self._api_key else {},
+                timeout=httpx.Timeout(
+                    config.timeout_seconds,
+                    connect=min(_CONNECT_SECONDS, config.timeout_seconds),
+                    pool=None,
+                ),
+                limits=httpx.Limits(
+                    max_connections=config.concurrency, max_keepalive_connections=config.concurrency
+                ),
+            )
+        except (ValueError, ImportError, httpx.InvalidURL) as error:
+            raise EndpointError(
+                f"{config.url}: HTTP_PROXY, HTTPS_PROXY or ALL_PROXY names no proxy that httpx can "
+                f"use ({type(error).__name__}; a SOCKS proxy needs the package socksio). Correct "
+                "it, unset it, or name the server's host in NO_PROXY."
+            ) from None  # the address may hold a password
 
     def close(self) -> None:
         self._client.close()

@@ -554,6 +554,17 @@ def test_the_command_takes_its_key_from_the_environment_and_shows_it_nowhere(
     }
 
 
+@pytest.mark.parametrize("proxy", ["foo://me:secret@x:1", "http://me:secret@x:port", "ht!tp://[x"])
+def test_a_proxy_that_is_none_is_named_and_not_shown(
+    monkeypatch: pytest.MonkeyPatch, proxy: str
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", proxy)
+    with pytest.raises(EndpointError, match="HTTP_PROXY, HTTPS_PROXY or ALL_PROXY") as raised:
+        Endpoint(endpoint_config("http://server:1/v1"), eos_ids=frozenset({2}))
+    assert "secret" not in str(raised.value)
+    assert raised.value.__cause__ is None
+
+
 @pytest.mark.parametrize("key", ["sk-secret\n", " sk-secret\r\n", "sk-secret"])
 def test_white_space_around_the_key_is_not_sent(server: Server, key: str) -> None:
     server.key = "sk-secret"
