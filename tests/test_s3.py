@@ -33,8 +33,8 @@ from cache_builder.repair import repair
 from cache_builder.space import bytes_here
 from cache_builder.verify import verify_cache
 from cache_builder.workspace import workspace
+from shared import bucket, object_storage
 from shared import config as configs
-from shared import object_storage
 from shared.cache import Cache
 from shared.errors import (
     CacheError,
@@ -609,10 +609,10 @@ def test_faults_of_the_place_are_one_line(
     assert "AWS_ENDPOINT_URL" in message
     assert "not-to-be-shown" not in message
     monkeypatch.setitem(sys.modules, "obstore.store", None)
-    object_storage._connect.cache_clear()
+    bucket._connect.cache_clear()
     with pytest.raises(StorageError, match=r"pip install 'draftcache\[s3\]'"):
         Cache(stored)
-    object_storage._connect.cache_clear()
+    bucket._connect.cache_clear()
 
 
 def test_a_large_conditional_put_may_take_as_long_as_it_is_large(
@@ -632,8 +632,8 @@ def test_a_large_conditional_put_may_take_as_long_as_it_is_large(
         def log_message(self, format: str, *arguments: object) -> None:
             pass
 
-    monkeypatch.setattr(object_storage, "_TIMEOUT_SECONDS", 1)
-    monkeypatch.setattr(object_storage, "_SLOWEST_BYTES_PER_SECOND", 1000)
+    monkeypatch.setattr(bucket, "_TIMEOUT_SECONDS", 1)
+    monkeypatch.setattr(bucket, "_SLOWEST_BYTES_PER_SECOND", 1000)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow) as slow:
         threading.Thread(target=slow.serve_forever, daemon=True).start()
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{slow.server_port}")
@@ -666,7 +666,7 @@ def unsteady(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as unsteady_server:
         threading.Thread(target=unsteady_server.serve_forever, daemon=True).start()
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{unsteady_server.server_port}")
-        monkeypatch.setattr(object_storage, "_PAUSES", (0.01, 0.01))
+        monkeypatch.setattr(bucket, "_PAUSES", (0.01, 0.01))
         yield answers
         unsteady_server.shutdown()
 
