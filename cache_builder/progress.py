@@ -11,6 +11,7 @@ from tqdm import tqdm
 from cache_builder.capture import Timing
 from shared import log
 from shared.manifest import ShardRecord
+from shared.quantity import duration
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +167,7 @@ class Progress:
         """`state` in words."""
         state = self.state(seconds)
         eta = state["eta_seconds"]
-        left = "no rate yet" if eta is None else f"{eta / 60:,.1f} minutes left"
+        left = "no rate yet" if eta is None else f"{duration(eta)} left"
         return (
             f"captured {self.num_tokens:,} of {self._planned:,} tokens "
             f"({100 * self.num_tokens / max(self._planned, 1):.1f} %), "

@@ -8,6 +8,7 @@ from typing import TypeVar
 from tqdm import tqdm
 
 from shared import log
+from shared.quantity import duration
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class Bar:
         self._what, self._unit, self._total = what, unit, total
         self._clock = clock
         self._done = 0
+        self._note = ""
         self._started = self._spoke = clock()
         self._bar: tqdm[None] | None = None
         if log.shows_bars():
@@ -59,8 +61,19 @@ class Bar:
             self._spoke = now
             logger.info("%s", self._line(now - self._started))
 
-    def reach(self, done: int) -> None:
-        """So many are done in all."""
+    def reach(self, done: int, total: int | None = None, note: str = "") -> None:
+        """So many are done in all.
+
+        Args:
+            total: of what is counted, where another is known now.
+            note: what else there is to say.
+        """
+        if total is not None:
+            self._total = total
+        self._note = note
+        if self._bar is not None:
+            self._bar.total = self._total
+            self._bar.set_postfix_str(note, refresh=False)
         self.add(done - self._done)
 
     def _line(self, seconds: float) -> str:
@@ -70,8 +83,8 @@ class Bar:
             text += f" of {self._total:,}"
         text += f" {self._unit}s, {_number(rate)}/s"
         if self._total is not None and self._done:
-            text += f", about {(self._total - self._done) / rate / 60:.0f} min left"
-        return text
+            text += f", about {duration((self._total - self._done) / rate)} left"
+        return f"{text}; {self._note}" if self._note else text
 
 
 def tracked(items: Iterable[T], what: str, unit: str, total: int | None = None) -> Iterator[T]:

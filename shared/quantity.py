@@ -18,3 +18,14 @@ def size(num_bytes: float) -> str:
         return count(round(value), "byte")
     digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
     return f"{value:,.{digits}f} {_UNITS[unit]}"
+
+
+def duration(seconds: float) -> str:
+    """`90 s`, `12 min`, `3.4 h`, `2.5 days`: of a time that is not known more closely."""
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    if seconds < 99.5 * 60:
+        return f"{seconds / 60:.0f} min"
+    if seconds < 47.95 * 3600:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 86400:,.1f} days"

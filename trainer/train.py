@@ -15,7 +15,7 @@ from shared import config as configs
 from shared.bar import Bar
 from shared.errors import DraftCacheError, RunError
 from shared.files import canonical_json, sha256_bytes
-from shared.quantity import size
+from shared.quantity import duration, size
 from trainer.announce import announce, measure_order
 from trainer.batch import Batch
 from trainer.caches import generations_of
@@ -235,13 +235,13 @@ class Training:
     def _log_progress(self, metrics: dict[str, Any]) -> None:
         left = (self.config.train.steps - self.step) * metrics["speed/step_seconds"]
         logger.info(
-            "step %d of %d: loss %.4f, %.0f tokens/s, waited for data %.1f %%, about %.0f min left",
+            "step %d of %d: loss %.4f, %.0f tokens/s, waited for data %.1f %%, about %s left",
             self.step,
             self.config.train.steps,
             metrics["train/loss"],
             metrics["speed/tokens_per_second"],
             100 * metrics["data/wait_share"],
-            left / 60,
+            duration(left),
         )
 
     def _timed_step(self, batches: Iterator[Batch], loader: Loader) -> dict[str, Any]:

@@ -395,7 +395,7 @@ def test_progress_without_a_terminal_is_a_line_now_and_then(
         progress.tick()
         assert not [record for record in caplog.records if record.getMessage()]
         assert "captured 400 of 1,000 tokens (40.0 %), 40 tokens/s" in progress.line(10.0)
-        assert "0.2 minutes left" in progress.line(10.0)
+        assert "15 s left" in progress.line(10.0)
         progress.died("worker 0 (cpu)", "died with exit code -9")
         assert progress.num_tokens == 100
         monkeypatch.setattr(module, "_LINE_SECONDS", 0.0)

@@ -26,12 +26,15 @@ def test_without_a_terminal_there_is_a_line_now_and_then(
             bar.add()  # too soon
             now += LINE_SECONDS + 29
             bar.reach(9)
+            now += LINE_SECONDS
+            bar.reach(10, 11, "2 failed")
         with Bar("tokenize", "sample", clock=lambda: now) as bar:
             now += LINE_SECONDS
             bar.add(30_000)
     assert caplog.messages == [
-        "decode: 3 of 12 texts, 0.1/s, about 2 min left",
-        "decode: 9 of 12 texts, 0.1/s, about 0 min left",
+        "decode: 3 of 12 texts, 0.1/s, about 90 s left",
+        "decode: 9 of 12 texts, 0.1/s, about 30 s left",
+        "decode: 10 of 11 texts, 0.083/s, about 12 s left; 2 failed",
         "tokenize: 30,000 samples, 1,000/s",
     ]
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.quantity import count, size
+from shared.quantity import count, duration, size
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,23 @@ def test_a_count_has_the_number_of_its_noun(number: int, expected: str) -> None:
 )
 def test_a_size_has_three_digits_and_the_right_unit(num_bytes: float, expected: str) -> None:
     assert size(num_bytes) == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (0.4, "0 s"),
+        (99.4, "99 s"),
+        (99.6, "2 min"),
+        (12 * 60, "12 min"),
+        (99.6 * 60, "1.7 h"),
+        (47.9 * 3600, "47.9 h"),
+        (47.96 * 3600, "2.0 days"),
+        (1000 * 86400, "1,000.0 days"),
+    ],
+)
+def test_a_duration_has_the_unit_that_suits_it(seconds: float, expected: str) -> None:
+    assert duration(seconds) == expected
 
 
 @given(st.integers(0, 10**17))

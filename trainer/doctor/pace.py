@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from shared.quantity import duration
 from trainer.doctor.finding import Finding, NotCheckedError, ranges
 from trainer.doctor.view import Column, RunView
 
@@ -64,8 +65,8 @@ def _falling(view: RunView, depth: Column, seconds: Column) -> list[Finding]:
             metric="data/queue_depth",
             steps=((int(steps.step[begin]), int(steps.step[-1])),),
             evidence=f"queue depth {level:.0f} -> {left:.0f} of {capacity} micro-batches, "
-            f"{slope * 60:.2g} a minute: empty in {_minutes(to_empty)}, the run ends in "
-            f"{_minutes(to_end)}. Meanwhile {before:,.0f} -> {after:,.0f} tokens/s: throughput "
+            f"{slope * 60:.2g} a minute: empty in {duration(to_empty)}, the run ends in "
+            f"{duration(to_end)}. Meanwhile {before:,.0f} -> {after:,.0f} tokens/s: throughput "
             "falls only once the queue is empty",
             advice="The loader reads more slowly than the step consumes: raise "
             "loader.num_threads, or put the cache on faster storage"
@@ -88,7 +89,7 @@ def _waiting(view: RunView, seconds: Column) -> list[Finding]:
             name="waiting-for-data",
             metric="data/wait_share",
             steps=ranges(steps.step[share > _WAIT_SHARE].tolist()),
-            evidence=f"{overall:.0%} of the time of all steps, {_minutes(total)}, was spent "
+            evidence=f"{overall:.0%} of the time of all steps, {duration(total)}, was spent "
             f"waiting; the queue was empty at {(steps['data/queue_depth'] == 0).mean():.0%} of "
             "the steps",
             advice="Raise loader.num_threads and loader.queue_batches, or put the cache on "
@@ -198,7 +199,3 @@ def _dropped(view: RunView) -> list[Finding]:
             advice="metrics.jsonl has all of them: read curves from there, or from --html.",
         )
     ]
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:,.0f} min"
