@@ -106,6 +106,44 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
         pass
 
 
+def torchrun(monkeypatch: pytest.MonkeyPatch, **variables: str) -> list[Any]:
+    """As a rank that torchrun started, on a machine of two GPUs; what `set_device` is told."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("torch.distributed.is_torchelastic_launched", lambda: True)
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: None)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: int(variables["LOCAL_RANK"]))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    chosen: list[Any] = []
+    monkeypatch.setattr("torch.cuda.set_device", chosen.append)
+    return chosen
+
+
+def test_one_gpu_by_name_for_all_ranks_of_a_machine_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen = torchrun(monkeypatch, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", LOCAL_RANK="1")
+    message = r"train.device 'cuda:0': all 2 ranks of this machine .* Set it to cuda or auto"
+    with pytest.raises(ConfigError, match=message), join("cuda:0"):
+        pass
+    assert chosen == []
+    for name in ("cuda", "auto"):
+        with join(name) as ranks:
+            assert ranks.local_rank == 1
+    assert chosen == [1, 1]
+
+
+def test_one_gpu_by_name_is_fine_for_the_only_rank_of_a_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen = torchrun(monkeypatch, WORLD_SIZE="2", LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")
+    with join("cuda:1"):
+        pass
+    assert chosen == [1]
+
+
 @pytest.mark.parametrize("name", ["meta", "cuda:1", "cuda:7"])
 def test_a_device_that_is_not_there_or_holds_nothing_is_refused(
     monkeypatch: pytest.MonkeyPatch, name: str
