@@ -21,6 +21,7 @@ from tests.conftest import REPOSITORY
 from tests.test_trainer.test_train import final_weights, metrics
 from trainer import config as training
 from trainer.config import TrainConfig
+from trainer.loader import Loader, LoaderStats
 from trainer.ranks import Ranks, join
 from trainer.recipe import NoiseConfig
 from trainer.session import pick_device
@@ -236,6 +237,33 @@ def test_a_signal_after_the_votes_counts_at_the_next_turn(
     run.ranks = late = LateSignal()
     assert run._goes_on(late.stop)
     assert not run._goes_on(late.stop)
+
+
+@dataclass(frozen=True, slots=True)
+class OtherWaits(Ranks):
+    """A rank beside one whose loader is behind."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, LoaderStats(wait_seconds=0.25, queue_depth=0)]
+
+
+def test_a_loader_that_is_behind_is_seen_whichever_rank_it_feeds(
+    tiny_train: MakeTrain,
+    tiny_cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All ranks wait for the one that waits, so its figures are the run's."""
+    run = Training(tiny_train(tmp_path / "run", tiny_cache))
+    monkeypatch.setattr(Loader, "take_stats", lambda _: LoaderStats(0.0, queue_depth=8))
+    with run._loader() as loader:
+        batches = iter(loader)
+        assert run._timed_step(batches, loader)["data/queue_depth"] == 8
+        run.ranks = OtherWaits(size=2)
+        found = run._timed_step(batches, loader)
+    assert found["data/queue_depth"] == 0
+    seconds = found["speed/step_seconds"]
+    assert found["data/wait_share"] == pytest.approx(min(0.25 / seconds, 1.0))
 
 
 def test_when_a_rank_is_killed_the_run_ends_and_goes_on_from_what_is_saved(

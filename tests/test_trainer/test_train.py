@@ -303,7 +303,7 @@ def test_a_full_disk_does_not_hide_that_a_loss_is_not_finite(
     tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing can be written any more: not the samples, not the metrics, not the checkpoint."""
-    checkpoint = training.CheckpointConfig(every_steps=2, max_failures=1)
+    checkpoint = training.CheckpointConfig(every_steps=2, max_failures=2)
     config = tiny_train(tmp_path, tiny_cache, steps=6, checkpoint=checkpoint)
     run, limits = Training(config), resource.getrlimit(resource.RLIMIT_FSIZE)
     split, calls = run.session.features.split, []
@@ -377,7 +377,8 @@ def test_a_full_disk_costs_checkpoints_until_there_are_too_many(
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "checkpoint of step 4 was not written" in caplog.text
     if not is_freed:
-        assert 8 <= run.step < 12
+        assert 8 <= run.step <= 9  # as soon as the third one has failed, not an interval later
+        assert caplog.text.count("3 checkpoints in a row") == 0  # the error itself is enough
         assert train(config) is None
     assert newest_valid(tmp_path) == tmp_path / "checkpoints" / "step-00000012"
     assert [line["step"] for line in metrics(tmp_path)] == list(range(1, 13))
