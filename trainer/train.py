@@ -76,7 +76,7 @@ class Training:
             self._check(snapshot)
         is_done = snapshot is not None and snapshot.step == config.train.steps
         if ranks.is_main and not is_done:
-            require_unused_mask_token(config.drafter, self.session.cache)
+            require_unused_mask_token(config.drafter, self.session.cache, config.cache.exclude)
         if is_fresh:
             ranks.gather("begin")  # none of them refuses
         if ranks.is_main:
@@ -307,6 +307,7 @@ class Training:
             config.sampler,
             seed=config.train.seed,
             start_batch=self.step * config.train.batches_per_step,
+            shard=session.cache.shard_numbers()[session.split.train],
         )
         return Loader(
             session.cache,

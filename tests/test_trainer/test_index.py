@@ -74,6 +74,23 @@ def test_sources_can_be_selected_and_unknown_ones_are_refused(tiny_cache: Path) 
         split_samples(cache, replace(config, sources=("odd", "third")))
 
 
+def test_samples_can_be_left_out_by_id_and_unknown_ids_are_refused(tiny_cache: Path) -> None:
+    cache = Caches([tiny_cache])
+    whole = split_samples(cache, CacheConfig(path=tiny_cache, heldout_fraction=0.3))
+    out = [int(whole.train[2]), int(whole.heldout[0]), int(whole.train[-1])]
+    ids = tuple(cache.index.sample_id(position) for position in out)
+    config = CacheConfig(path=tiny_cache, heldout_fraction=0.3, exclude=ids)
+    split = split_samples(cache, config)
+    assert split.num_excluded == 3
+    assert split.train.tolist() == [n for n in whole.train.tolist() if n not in out]
+    assert split.heldout.tolist() == [n for n in whole.heldout.tolist() if n not in out]
+    with pytest.raises(RunError, match=rf"cache.exclude: no sample {'0' * 32} in .*tiny"):
+        split_samples(cache, replace(config, exclude=(*ids, "0" * 32)))
+    for wrong in ("abc", "x" * 32, ids[0].upper() + "0"):
+        with pytest.raises(ValueError, match="exclude must name samples by 32 digits"):
+            replace(config, exclude=(wrong,))
+
+
 def test_samples_without_an_anchor_are_counted_not_trained(tiny_cache: Path) -> None:
     cache = Caches([tiny_cache])
     num_anchors = cache.index.num_anchors.copy()

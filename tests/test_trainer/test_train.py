@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -441,6 +442,30 @@ def test_a_mask_token_that_occurs_in_the_text_stops_the_run(
         run.learner.train_step(iter(run._loader()))
 
 
+def test_samples_that_hold_the_mask_token_can_be_left_out(
+    tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.session._MASK_SHARDS", 1000)
+    cache = Cache(tiny_cache)
+    held: dict[int, list[str]] = {}
+    for position in range(len(cache.index)):
+        for token in set(cache.read(position).token_ids.tolist()):
+            held.setdefault(token, []).append(cache.index.sample_id(position))
+    rare, ids = min(held.items(), key=lambda item: len(item[1]))
+    assert len(ids) < 24
+    config = tiny_train(tmp_path, tiny_cache, steps=12)
+    config = replace(config, drafter=replace(config.drafter, mask_token_id=rare))
+    for left_out in (ids[1:], ids[:-1]):
+        one_left = replace(config, cache=replace(config.cache, exclude=tuple(left_out)))
+        with pytest.raises(ConfigError, match=r"cache\.exclude") as caught:
+            Training(one_left)
+        assert next(i for i in ids if i not in left_out) in str(caught.value)
+    train(replace(config, cache=replace(config.cache, exclude=tuple(ids))))
+    seen = {sample_id for line in metrics(tmp_path) for sample_id in line["train/samples"]}
+    assert len(seen) > 12
+    assert not seen & set(ids)
+
+
 def test_a_run_stays_with_the_generation_it_started_from(
     tiny_train: MakeTrain,
     tiny_build: Callable[..., Any],
@@ -535,6 +560,49 @@ def test_a_resume_is_checked_against_the_checkpoint_not_the_file(
     (tmp_path / "config.json").write_text(json.dumps({"run": {}, "drafter": {}}))
     with pytest.raises(RunError, match=r"train\.seed"):
         train(replace(config, train=replace(config.train, seed=7)))
+
+
+def test_a_run_of_an_earlier_release_is_resumed_with_the_settings_it_did_not_know_at_their_default(
+    tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path
+) -> None:
+    config = tiny_train(tmp_path, tiny_cache, steps=2)
+    train(config)
+    snapshot = Run(tmp_path).require_checkpoint()
+    del snapshot.config["cache"]["exclude"], snapshot.config["sampler"]["shards_in_flight"]
+    Run(tmp_path).begin(config, snapshot)
+    changed = replace(config, sampler=replace(config.sampler, shards_in_flight=2))
+    with pytest.raises(RunError, match=r"sampler\.shards_in_flight: 0 before, 2 now"):
+        Run(tmp_path).begin(changed, snapshot)
+    snapshot.config["sampler"]["turns"] = "equal"
+    with pytest.raises(RunError, match=r"sampler\.turns: 'equal' before, None now"):
+        Run(tmp_path).begin(config, snapshot)
+
+
+def test_a_run_reads_from_few_shards_at_a_time_and_resumes_so(
+    tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path
+) -> None:
+    sampler = training.SamplerConfig(tokens_per_batch=256, num_buckets=1, shards_in_flight=1)
+    straight = tiny_train(tmp_path / "straight", tiny_cache, steps=8, sampler=sampler)
+    train(straight)
+    index = Cache(tiny_cache).index
+    shard_of = {index.sample_id(n): int(index.shard[n]) for n in range(len(index))}
+    read = [shard_of[i] for line in metrics(tmp_path / "straight") for i in line["train/samples"]]
+    changes = sum(a != b for a, b in pairwise(read))
+    assert changes == len(set(read)) - 1 > 0
+    halves = replace(straight, run=training.RunConfig(path=tmp_path / "halves"))
+    run = Training(halves)
+    train_step = run.learner.train_step
+
+    def dying(batches: Any) -> dict[str, Any]:
+        if run.step == 5:
+            raise KeyboardInterrupt
+        return train_step(batches)
+
+    run.learner.train_step = dying  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    train(halves)
+    assert learned(tmp_path / "halves") == learned(tmp_path / "straight")
 
 
 def test_a_fresh_start_that_is_killed_can_be_made_again(
