@@ -1,5 +1,6 @@
 """Which samples of a cache a run trains on, and which it keeps for evaluation."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,8 @@ import numpy.typing as npt
 from shared.errors import RunError
 from trainer.caches import Caches
 from trainer.config import CacheConfig
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -40,7 +43,7 @@ def split_samples(cache: Caches, config: CacheConfig) -> Split:
     stay together.
 
     Raises:
-        RunError: an unknown source or sample, or nothing to train on.
+        RunError: an unknown source, or nothing to train on.
     """
     index = cache.index
     known = cache.sources
@@ -79,16 +82,17 @@ def split_samples(cache: Caches, config: CacheConfig) -> Split:
 
 
 def _has_id(cache: Caches, sample_ids: Sequence[str]) -> npt.NDArray[np.bool_]:
-    """Which samples have one of `sample_ids`.
-
-    Raises:
-        RunError: one is nowhere in the cache.
-    """
+    """Which samples have one of `sample_ids`. One that none has is named in a warning: a run may be
+    evaluated on another cache than it was trained from."""
     index = cache.index.sample_ids.view("V16").ravel()
     wanted = np.frombuffer(bytes.fromhex("".join(sample_ids)), "V16")
     if len(missing := np.flatnonzero(~np.isin(wanted, index))):
-        raise RunError(
-            f"cache.exclude: no sample {sample_ids[missing[0]]} in {cache}. Take ids from "
-            "`train/samples` in metrics.jsonl, or from a nonfinite-*.json."
+        logger.warning(
+            "cache.exclude: %d of %d samples are not in %s, the first of them %s. Ids are those of "
+            "`train/samples` in metrics.jsonl, and of nonfinite-*.json.",
+            len(missing),
+            len(sample_ids),
+            cache,
+            sample_ids[missing[0]],
         )
     return np.isin(index, wanted)

@@ -46,6 +46,10 @@ def num_lines(run: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
+def half_saved(run: Path) -> list[Path]:
+    return list((run / "checkpoints").glob("*.partial"))
+
+
 def final_weights(run: Path) -> dict[str, torch.Tensor]:
     path = newest_valid(run)
     assert path is not None
@@ -166,10 +170,11 @@ def test_the_loss_of_a_step_does_not_depend_on_how_it_is_split(
 def test_killed_at_random_moments_a_run_learns_the_same(
     tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path
 ) -> None:
-    """SIGKILL, five times in one run: losses, norms and weights are those of an undisturbed run."""
+    """SIGKILL, twenty times in one run, every other time inside a save: losses, norms, weights and
+    the lines of the metrics are those of an undisturbed run."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["trainer.train"])
-    straight = tiny_train(tmp_path / "straight", tiny_cache, steps=48)
+    straight = tiny_train(tmp_path / "straight", tiny_cache, steps=120)
     process = context.Process(target=train, args=(straight,))
     process.start()
     process.join(120)
@@ -177,24 +182,31 @@ def test_killed_at_random_moments_a_run_learns_the_same(
 
     rng = random.Random(0)
     config = replace(straight, run=training.RunConfig(path=tmp_path / "killed"))
-    seen, resumed_at = 0, set()
-    for _ in range(5):
+    seen, num_torn, resumed_at = 0, 0, set()
+    for number in range(20):
         process = context.Process(target=train, args=(config,))
         process.start()
-        due = seen + rng.randint(2, 8)  # by steps, since time passes differently under load
+        due = seen + rng.randint(1, 4)  # by steps, since time passes differently under load
         while process.is_alive() and (seen := num_lines(tmp_path / "killed")) < due:
             time.sleep(0.002)
-        time.sleep(rng.uniform(0, 0.05))
+        if number % 2:
+            while process.is_alive() and not half_saved(tmp_path / "killed"):
+                pass
+        else:
+            time.sleep(rng.uniform(0, 0.05))
         assert process.is_alive()
         os.kill(process.pid or 0, signal.SIGKILL)
         process.join()
+        num_torn += bool(half_saved(tmp_path / "killed"))
         resumed_at.add(newest_valid(tmp_path / "killed"))
-    assert len(resumed_at) > 1
+    assert num_torn > 4
+    assert len(resumed_at) > 10
     process = context.Process(target=train, args=(config,))
     process.start()
     process.join(120)
     assert process.exitcode == 0
     assert learned(tmp_path / "killed") == learned(tmp_path / "straight")
+    assert not half_saved(tmp_path / "killed")
     left, right = final_weights(tmp_path / "killed"), final_weights(tmp_path / "straight")
     assert all(torch.equal(left[name], right[name]) for name in right)
 
