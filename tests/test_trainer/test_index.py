@@ -23,6 +23,8 @@ def test_every_usable_sample_is_on_one_side(tiny_cache: Path) -> None:
     split = split_samples(cache, CacheConfig(path=tiny_cache, heldout_fraction=0.3))
     assert sorted([*split.train, *split.heldout]) == list(range(len(cache.index)))
     assert 4 <= len(split.heldout) <= 26  # 48 samples at 0.3: 14 expected
+    keys = cache.index.split_keys[split.heldout].tolist()  # which the first ones are, too
+    assert keys == sorted(keys)
 
 
 def test_nothing_is_held_out_at_zero(tiny_cache: Path) -> None:
