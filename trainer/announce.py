@@ -28,7 +28,13 @@ def measure_order(session: Session) -> tuple[OrderReport, Footprint]:
     config = session.config
     lengths = session.cache.index.num_tokens[session.split.train].astype("int64")
     try:
-        plan = epoch_batches(lengths, config.sampler, seed=config.train.seed, epoch=0)
+        plan = epoch_batches(
+            lengths,
+            config.sampler,
+            seed=config.train.seed,
+            epoch=0,
+            shard=session.cache.shard_numbers()[session.split.train],
+        )
     except ValueError as error:
         raise ConfigError(f"sampler: {error}") from None
     cache = session.cache
@@ -82,11 +88,12 @@ def announce(
         spec.last_hidden,
     )
     logger.info(
-        "%d samples to train on, %d held out, %d of other sources, %d without an anchor, "
-        "%d repeated",
+        "%d samples to train on, %d held out, %d of other sources, %d excluded, "
+        "%d without an anchor, %d repeated",
         len(split.train),
         len(split.heldout),
         split.num_other_sources,
+        split.num_excluded,
         split.num_without_anchor,
         split.num_repeated,
     )

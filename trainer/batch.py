@@ -94,8 +94,8 @@ def mask_token_in_text(mask_token_id: int, sample_id: str, position: int) -> Con
     """The error for it, in the same words wherever it is found."""
     return ConfigError(
         f"drafter.mask_token_id {mask_token_id} occurs in the text: sample {sample_id}, position "
-        f"{position}. Choose a reserved id of the target that no text contains, and begin anew "
-        "(--fresh); or remove the sample from the data and prune the cache."
+        f"{position}. Choose a reserved id of the target that no text contains, or leave the "
+        "sample out (cache.exclude), and begin anew (--fresh)."
     )
 
 

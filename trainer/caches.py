@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from shared import config as configs
@@ -30,9 +31,16 @@ class Caches:
     """
 
     def __init__(
-        self, paths: Sequence[Location], *, generations: Sequence[int] | None = None
+        self,
+        paths: Sequence[Location],
+        *,
+        generations: Sequence[int] | None = None,
+        open_shards: int = 64,
     ) -> None:
         """Open the newest generations, or the ones given, one for each path.
+
+        Args:
+            open_shards: of each cache, those used last that stay open.
 
         Raises:
             CacheError: one is missing, damaged or of another version; or the path is no place.
@@ -44,7 +52,9 @@ class Caches:
                 f"{len(generations)}. Give the same ones in the same order."
             )
         wanted: Sequence[int | None] = generations or [None] * len(paths)
-        self.parts = [_open(path, number) for path, number in zip(paths, wanted, strict=True)]
+        self.parts = [
+            _open(path, number, open_shards) for path, number in zip(paths, wanted, strict=True)
+        ]
         first = self.parts[0]
         for part in self.parts[1:]:
             _require_same_kind(first, part)
@@ -63,6 +73,13 @@ class Caches:
     def _renamed(self, part: Cache) -> SampleIndex:
         numbers = np.array([self.sources.index(tag) for tag in part.manifest.sources], np.int16)
         return replace(part.index, source=numbers[part.index.source])
+
+    def shard_numbers(self) -> npt.NDArray[np.int64]:
+        """The shard of every sample, int64 [N], counted through all caches."""
+        begin = np.cumsum([0, *(len(part.shard_ids) for part in self.parts)])
+        return np.concatenate(
+            [start + part.index.shard for start, part in zip(begin, self.parts, strict=False)]
+        )
 
     def read(self, position: int) -> StoredSample:
         """The sample at `position` of the index: see `Cache.read`."""
@@ -159,9 +176,9 @@ def _require_same_kind(first: Cache, other: Cache) -> None:
         )
 
 
-def _open(path: Location, generation: int | None) -> Cache:
+def _open(path: Location, generation: int | None, open_shards: int) -> Cache:
     try:
-        return Cache(path, generation=generation)
+        return Cache(path, generation=generation, open_shards=open_shards)
     except DraftCacheError:
         raise
     except OSError as error:

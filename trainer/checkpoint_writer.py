@@ -14,12 +14,17 @@ from trainer.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
+_FIRST_PAUSE_SECONDS = 1.0
+_LONGEST_PAUSE_SECONDS = 30.0
+"""Before the last save is tried again: doubled each time."""
+
 
 class CheckpointWriter:
     """Writes snapshots from a thread of its own, one at a time.
 
-    A save that the disk refuses costs a warning and its own checkpoint; `max_failures` of them
-    in a row end the run. Use as a context manager, or call `close`.
+    A save that the disk refuses costs a warning and its own checkpoint; the next one is the next
+    try, and `max_failures` in a row end the run. The last save has none after it and is tried
+    again, with growing pauses, as often as that allows. Use as a context manager, or call `close`.
 
     Attributes:
         wait_seconds: time that `submit` has spent waiting for the save before, so far.
@@ -37,6 +42,9 @@ class CheckpointWriter:
         self._config = config
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._save: Future[None] | None = None
+        self._unsaved: Snapshot | None = None
+        """The last one submitted, unless it is on disk."""
+
         self._error: Exception | None = None
 
     def submit(self, snapshot: Snapshot) -> None:
@@ -47,6 +55,7 @@ class CheckpointWriter:
         """
         self._wait()
         self.check()
+        self._unsaved = snapshot
         self._save = self._executor.submit(self._write, snapshot)
 
     def check(self) -> None:
@@ -57,7 +66,7 @@ class CheckpointWriter:
         """
         if self._save is not None and self._save.done():
             self._save.result()
-        if self.num_failures >= self._config.max_failures:
+        if self.has_given_up:
             raise RunError(
                 f"{self._run_dir / CHECKPOINTS}: {self.num_failures} checkpoints in a row could "
                 f"not be written ({self._error}). The ones before them are kept: make room or "
@@ -65,20 +74,31 @@ class CheckpointWriter:
             ) from self._error
 
     def close(self) -> None:
-        """Wait for the last save.
+        """Wait for the last save, and try it again where the disk refuses it.
 
         Raises:
-            RunError: it failed, so the end of the run is not on disk.
+            RunError: `max_failures` saves in a row have failed, so the end of the run is not on
+                disk.
         """
         self._wait()
+        pause = _FIRST_PAUSE_SECONDS
+        while self._unsaved is not None and self._is_worth_another():
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            self._save = self._executor.submit(self._write, self._unsaved)
+            self._wait()
         self._executor.shutdown()
         self.check()
-        if self._error is not None:
-            raise RunError(
-                f"{self._run_dir / CHECKPOINTS}: the last checkpoint could not be written "
-                f"({self._error}). Run the same command again to redo the steps since the one "
-                "before it."
-            ) from self._error
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether so many saves in a row have failed that no other is tried."""
+        return self.num_failures >= self._config.max_failures
+
+    def _is_worth_another(self) -> bool:
+        """Whether the disk refused the last save, and may take it yet."""
+        is_bug = self._save is not None and self._save.exception() is not None
+        return self._error is not None and not is_bug and not self.has_given_up
 
     def __enter__(self) -> Self:
         return self
@@ -113,6 +133,6 @@ class CheckpointWriter:
                 self._config.max_failures,
             )
         else:
-            self._error = None
+            self._error, self._unsaved = None, None
             self.num_failures = 0
             logger.info("wrote %s in %.1f s", path, time.perf_counter() - started)

@@ -46,11 +46,10 @@ def train_command(path: Path, overrides: tuple[str, ...], resume: bool) -> None:
     the same weights.
     """
     from trainer.ranks import join
-    from trainer.session import pick_device
     from trainer.train import train
 
     settings = config.load(TrainConfig, path, overrides)
-    with join(pick_device(settings.train.device).type) as ranks:
+    with join(settings.train.device) as ranks:
         if ranks.size > 1:
             level = logging.INFO if ranks.is_main else logging.WARNING
             log.configure(level, worker=f"rank {ranks.rank}")

@@ -5,6 +5,7 @@ from typing import Any
 
 from shared import config as configs
 from shared.errors import RunError
+from trainer.recipe import LossConfig
 from trainer.run import Run
 
 _IGNORED = ("run.path", "tracking.name", "tracking.wandb", "tracking.project")
@@ -86,10 +87,17 @@ def _facts(run: Run) -> dict[str, Any]:
         "checkpoint_step": snapshot.step,
         "cache": snapshot.cache,
         "config": snapshot.config,
-        "loss_kind": snapshot.config["loss"]["kind"],
-        "gamma": snapshot.config["loss"]["gamma"],
+        "loss_weights": _loss_weights(snapshot.config),
         "block_size": snapshot.config["drafter"]["block_size"],
     }
+
+
+def _loss_weights(config: dict[str, Any]) -> str:
+    """What the losses of a run are, by the settings that are in force."""
+    loss = configs.build(LossConfig, config["loss"])
+    if loss.kind == "dpace":
+        return f"dpace, alpha {loss.dpace_alpha:g}"
+    return f"{loss.kind}, gamma {loss.resolve_gamma(config['drafter']['block_size']):g}"
 
 
 def _not_alike(facts: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
@@ -132,7 +140,7 @@ def _not_alike(facts: list[dict[str, Any]]) -> tuple[list[str], list[str]]:
             f"block sizes differ ({_listed(blocks)}): acceptance lengths are bounded by them, and "
             "the losses are of different slots."
         )
-    if differ("loss_kind") or differ("gamma") or blocks:
+    if differ("loss_weights") or blocks:
         remarks.append("losses are weighted differently and must not be compared: read tau.")
     if steps := differ("step"):
         remarks.append(f"evaluated at different steps ({_listed(steps)}).")

@@ -4,6 +4,7 @@ A default is written here, or in `trainer.recipe`, and nowhere else. What both s
 (layers, hidden size, vocabulary) is not repeated: it is read from the cache's manifest and checked.
 """
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -34,7 +35,13 @@ class CacheConfig:
     heldout_fraction: float = 0.05
     """Share of the samples kept for evaluation, chosen by a hash of their prompt."""
 
+    exclude: tuple[str, ...] = ()
+    """Ids of samples to leave out, as `train/samples` and nonfinite-*.json name them."""
+
     def __post_init__(self) -> None:
+        for sample_id in self.exclude:
+            if not re.fullmatch("[0-9a-f]{32}", sample_id):
+                raise ValueError(f"exclude must name samples by 32 digits, got {sample_id!r}")
         if not self.paths or len(set(self.paths)) < len(self.paths):
             raise ValueError(f"path needs one cache or several different ones, got {self.path}")
         require_text(self, "path")
@@ -57,7 +64,12 @@ class SamplerConfig:
     num_buckets: int = 6
     """Number of quantile buckets when `bucket_edges` is empty."""
 
+    shards_in_flight: int = 0
+    """Shards that are read from at a time, one for each bucket at least: for storage that is slow
+    to open or to jump. Fewer mix less and pad more; 0 draws from all."""
+
     def __post_init__(self) -> None:
+        require_range(self, "shards_in_flight", 0)
         require_range(self, "tokens_per_batch", 1)
         require_range(self, "num_buckets", 1, 1024)
         require_range(self, "bucket_edges", 0)

@@ -7,6 +7,7 @@ P parameters   S context tokens   Q draft slots   T = S+Q   L tapped layers   D 
 F = L*D, or the rank of a projection   V vocabulary   c bytes of the compute type
 """
 
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -27,12 +28,13 @@ from trainer.tiles import TILE_QUERIES
 
 _FLOAT = 4
 _MOMENTS = 2 * _FLOAT
-_BYTES_PER_SHAPE = 2 * 2**20
-_SHAPES_PER_STEP, _NUM_SHAPES = 12, 360
-"""From runs of the demo on a CPU with bfloat16 units: a step meets a dozen new shapes at first, and
-after hundreds hardly any (see `trainer.shapes`). What a shape costs is its kernels, their buffers
-and code, and the holes that they leave in the heap. Taken after 20, 120, 200 and 600 steps: 888,
-1,050, 1,170 and 1,330 MB; with this 941, 1,193, 1,216 and 1,137 are expected (two recipes)."""
+_BYTES_PER_ROOT_TOKEN, _MEASURED_STEPS = 3.4e6, 1000
+"""From runs on a CPU with bfloat16 units. A new shape (see `trainer.shapes`) leaves its kernels,
+their buffers and code, and holes in the heap. New ones come ever more seldom, so what they take
+grows with the logarithm of the steps; longer rows have more of them. Taken by rows of 1,024 tokens
+after 20, 100 and 600 steps: 785, 878 and 1,088 MB, where 766, 937 and 1,131 are expected; of 512
+tokens after 20 and 600: 497, and 741 to 873 (by the cache), where 579, and 837 to 887, are. Beyond
+`_MEASURED_STEPS` nothing was measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,7 +156,7 @@ def estimate(
         moments=count * _MOMENTS,
         head=sum(held.values()),
         gradients_or_activations=max(step, count * _FLOAT + features, evaluation),
-        libraries=_libraries(config, device),
+        libraries=_libraries(config, batch.num_tokens, device),
         queue=config.loader.queue_batches * batch.mean_tokens * bytes_per_token,
         snapshot=count * (_FLOAT + _MOMENTS),
     )
@@ -169,10 +171,11 @@ def _bytes_per_logit(config: TrainConfig, device: torch.device) -> int:
     return kept + (4 * _FLOAT if config.loss.needs_teacher else _FLOAT)
 
 
-def _libraries(config: TrainConfig, device: torch.device) -> int:
+def _libraries(config: TrainConfig, num_tokens: int, device: torch.device) -> int:
     if device.type != "cpu" or config.train.compute_dtype != "bfloat16":
         return 0
-    return min(_SHAPES_PER_STEP * config.train.steps, _NUM_SHAPES) * _BYTES_PER_SHAPE
+    steps = min(config.train.steps, _MEASURED_STEPS)
+    return int(_BYTES_PER_ROOT_TOKEN * math.sqrt(num_tokens) * math.log1p(steps))
 
 
 def _activations(

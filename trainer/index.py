@@ -1,5 +1,7 @@
 """Which samples of a cache a run trains on, and which it keeps for evaluation."""
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +11,8 @@ from shared.errors import RunError
 from trainer.caches import Caches
 from trainer.config import CacheConfig
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Split:
@@ -16,7 +20,10 @@ class Split:
 
     train: npt.NDArray[np.int64]
     heldout: npt.NDArray[np.int64]
-    """Ordered by their split key, so that the first n are the same whatever is appended."""
+    """Ordered by their split key, so that neither seed nor order decides which the first n are."""
+
+    num_excluded: int
+    """Samples left out by their id."""
 
     num_other_sources: int
     """Samples whose source was not selected."""
@@ -45,6 +52,9 @@ def split_samples(cache: Caches, config: CacheConfig) -> Split:
     chosen = np.ones(len(index), bool)
     if config.sources:
         chosen = np.isin(index.source, [known.index(tag) for tag in config.sources])
+    is_excluded = chosen & _has_id(cache, config.exclude)
+    num_other_sources = int((~chosen).sum())
+    chosen &= ~is_excluded
     _, first = np.unique(index.sample_ids[chosen].view("V16"), return_index=True)
     is_first = np.zeros(len(index), bool)
     is_first[np.flatnonzero(chosen)[first]] = True
@@ -56,14 +66,33 @@ def split_samples(cache: Caches, config: CacheConfig) -> Split:
     split = Split(
         train=np.flatnonzero(usable & ~is_heldout),
         heldout=heldout[np.argsort(index.split_keys[heldout], kind="stable")],
-        num_other_sources=int((~chosen).sum()),
+        num_excluded=int(is_excluded.sum()),
+        num_other_sources=num_other_sources,
         num_without_anchor=int((is_first & ~usable).sum()),
         num_repeated=int((chosen & ~is_first).sum()),
     )
     if not len(split.train):
         raise RunError(
             f"{cache}: no sample to train on ({len(index)} in the cache, "
-            f"{split.num_other_sources} of other sources, {split.num_without_anchor} without an "
-            f"anchor, {split.num_repeated} repeated, {len(split.heldout)} held out)."
+            f"{split.num_other_sources} of other sources, {split.num_excluded} excluded, "
+            f"{split.num_without_anchor} without an anchor, {split.num_repeated} repeated, "
+            f"{len(split.heldout)} held out)."
         )
     return split
+
+
+def _has_id(cache: Caches, sample_ids: Sequence[str]) -> npt.NDArray[np.bool_]:
+    """Which samples have one of `sample_ids`. One that none has is named in a warning: a run may be
+    evaluated on another cache than it was trained from."""
+    index = cache.index.sample_ids.view("V16").ravel()
+    wanted = np.frombuffer(bytes.fromhex("".join(sample_ids)), "V16")
+    if len(missing := np.flatnonzero(~np.isin(wanted, index))):
+        logger.warning(
+            "cache.exclude: %d of %d samples are not in %s, the first of them %s. Ids are those of "
+            "`train/samples` in metrics.jsonl, and of nonfinite-*.json.",
+            len(missing),
+            len(sample_ids),
+            cache,
+            sample_ids[missing[0]],
+        )
+    return np.isin(index, wanted)

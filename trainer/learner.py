@@ -183,7 +183,8 @@ class Learner:
         if settings.on_nonfinite == "stop":
             raise NonFiniteError(
                 f"{message}. Look at them; to leave such steps out, set train.on_nonfinite = "
-                "'skip' and run the same command again."
+                "'skip' and run the same command again. cache.exclude leaves samples out of a new "
+                "run."
             )
         if self.num_nonfinite >= settings.max_nonfinite_steps:
             raise NonFiniteError(

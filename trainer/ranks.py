@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shared.errors import ConfigError, RunError
-from trainer.session import require_gpu
+from trainer.session import pick_device, require_gpu
 
 T = TypeVar("T")
 
@@ -103,27 +103,41 @@ ALONE = Ranks()
 
 
 @contextmanager
-def join(device_type: str) -> Iterator[Ranks]:
+def join(device: str) -> Iterator[Ranks]:
     """The ranks that torchrun started, or this process alone.
 
     Args:
-        device_type: `cuda` or `cpu`, where the tensors are that they exchange.
+        device: as `train.device` has it.
 
     Raises:
-        ConfigError: there are more of them on this machine than GPUs.
+        ConfigError: it is not there; there are more ranks on this machine than GPUs, or it names
+            one GPU for several of them.
     """
+    picked = pick_device(device)
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1 or not dist.is_torchelastic_launched():
         yield ALONE
         return
     local_rank = int(os.environ["LOCAL_RANK"])
-    if device_type == "cuda":
-        require_gpu(local_rank, f"torchrun --nproc-per-node, rank {local_rank} of this machine")
-        torch.cuda.set_device(local_rank)
+    if picked.type == "cuda":
+        torch.cuda.set_device(_gpu_of(device, picked, local_rank, size))
     # Default arguments in this module hold the group that there is when it is first imported, as
     # building an optimizer does. Held, the group is not destroyed below, and its threads may abort
     # the process at its end.
     importlib.import_module("torch.distributed.nn.functional")
-    dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=_TIMEOUT)
+    dist.init_process_group("nccl" if picked.type == "cuda" else "gloo", timeout=_TIMEOUT)
     yield Ranks(dist.get_rank(), size, local_rank)
     dist.destroy_process_group()  # after an error the others may be gone: the process ends anyway
+
+
+def _gpu_of(device: str, picked: torch.device, local_rank: int, size: int) -> int:
+    """Number of the GPU of one rank: its own, or for the only rank of a machine the one named."""
+    if device == "auto" or picked.index is None:
+        require_gpu(local_rank, f"torchrun --nproc-per-node, rank {local_rank} of this machine")
+        return local_rank
+    if (local_size := int(os.environ.get("LOCAL_WORLD_SIZE", size))) > 1:
+        raise ConfigError(
+            f"train.device {device!r}: all {local_size} ranks of this machine would take that one "
+            "GPU. Set it to cuda or auto: each rank then takes its own."
+        )
+    return picked.index

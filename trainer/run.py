@@ -1,5 +1,6 @@
 """A run directory: its configuration, evaluations and checkpoints."""
 
+import dataclasses
 import fcntl
 import logging
 import os
@@ -38,6 +39,16 @@ BEST = "best"
 """Of the highest held-out acceptance length: `tau_walk`."""
 
 
+def _defaults(config: TrainConfig) -> dict[str, Any]:
+    """What settings of `config` have where nobody sets them; without those that must be set."""
+    found = {}
+    for section in dataclasses.fields(config):
+        for field in dataclasses.fields(getattr(config, section.name)):
+            if field.default is not dataclasses.MISSING:
+                found[f"{section.name}.{field.name}"] = configs.to_dict(field.default)
+    return found
+
+
 class Run:
     """The directory of one training run."""
 
@@ -59,6 +70,8 @@ class Run:
         if snapshot is not None:
             stored = configs.flatten(snapshot.config)
             asked = configs.flatten(configs.to_dict(config))
+            # A release that did not know a setting did what its default says.
+            stored = _defaults(config) | stored
             changed = [
                 f"{key}: {stored.get(key)!r} before, {asked.get(key)!r} now"
                 for key in sorted(stored.keys() | asked.keys())

@@ -9,6 +9,9 @@ Guarantees: every sample once per epoch, tails included; no micro-batch above th
 k > 1 buckets in use, any window, also across two epochs of equal shares, holds each bucket
 within 2 - 1/(k-1) micro-batches of its share. So a bucket of share p is never served more
 than (2 - 1/(k-1)) / (1 - p) times in a row.
+
+With `shards_in_flight` the samples of a bucket are drawn from a few shards until these are used
+up, then from the next few. What is said above still holds.
 """
 
 from collections.abc import Iterator
@@ -77,10 +80,21 @@ def bucket_edges(length: np.ndarray, config: SamplerConfig) -> np.ndarray:
     return np.unique(np.concatenate([[0], ordered[np.searchsorted(tokens, target)]]))
 
 
-def epoch_batches(length: np.ndarray, config: SamplerConfig, *, seed: int, epoch: int) -> EpochPlan:
-    """Plan of `epoch`; `length` is int64 [n], the tokens of each sample.
+def epoch_batches(
+    length: np.ndarray,
+    config: SamplerConfig,
+    *,
+    seed: int,
+    epoch: int,
+    shard: np.ndarray | None = None,
+) -> EpochPlan:
+    """Plan of `epoch`.
 
     Every epoch shuffles anew, so micro-batches differ in their samples and not only in order.
+
+    Args:
+        length: int64 [n], the tokens of each sample.
+        shard: integers [n], where each of them lies; heeded if `config.shards_in_flight` is set.
 
     Raises:
         ValueError: there is no sample, one is empty, or one alone exceeds `tokens_per_batch`.
@@ -90,19 +104,24 @@ def epoch_batches(length: np.ndarray, config: SamplerConfig, *, seed: int, epoch
     edge = bucket_edges(length, config)
     bucket = np.clip(np.searchsorted(edge, length) - 1, 0, len(edge) - 2)
     used = np.unique(bucket)
-    packed, sizes = [], []
-    for j in used:
-        member = rng.permutation(np.flatnonzero(bucket == j))
-        order, size = fill_batches(length[member], config.tokens_per_batch)
-        packed.append(member[order])
-        sizes.append(size)
+    in_flight = 0 if shard is None else config.shards_in_flight
+    if in_flight:
+        in_flight = max(1, in_flight // len(used))
+    packed, sizes, of_bucket = [], [], []
+    for place, j in enumerate(used):
+        for group in _groups(np.flatnonzero(bucket == j), shard, in_flight, rng):
+            member = rng.permutation(group)
+            order, size = fill_batches(length[member], config.tokens_per_batch)
+            packed.append(member[order])
+            sizes.append(size)
+            of_bucket.append(place)
     num_batches = np.array([len(size) for size in sizes])
-    label = interleave(num_batches, rng)
-    # Batches within a bucket are shuffled too: its last ones are emptier than the others.
-    source = np.empty(len(label), dtype=np.int64)
+    label = interleave(np.bincount(of_bucket, num_batches).astype(np.int64), rng)
+    # Batches within a group are shuffled too: its last ones are emptier than the others.
     first = np.cumsum(num_batches) - num_batches
-    for j, count in enumerate(num_batches):
-        source[label == j] = first[j] + rng.permutation(count)
+    shuffled = [start + rng.permutation(n) for start, n in zip(first, num_batches, strict=True)]
+    source = np.empty(len(label), dtype=np.int64)
+    source[np.argsort(label, kind="stable")] = np.concatenate(shuffled)
     size = np.concatenate(sizes)
     start = np.cumsum(size) - size
     offset = np.concatenate([[0], np.cumsum(size[source])])
@@ -114,6 +133,18 @@ def epoch_batches(length: np.ndarray, config: SamplerConfig, *, seed: int, epoch
         edge=edge,
         tokens_per_batch=config.tokens_per_batch,
     )
+
+
+def _groups(
+    member: np.ndarray, shard: np.ndarray | None, in_flight: int, rng: np.random.Generator
+) -> list[np.ndarray]:
+    """`member` in groups of at most `in_flight` shards, drawn at random; in one where that is 0."""
+    if shard is None or not in_flight:
+        return [member]
+    shards, number = np.unique(shard[member], return_inverse=True)
+    group = (rng.permutation(len(shards)) // in_flight)[number]
+    order = np.argsort(group, kind="stable")
+    return np.split(member[order], np.cumsum(np.bincount(group))[:-1])
 
 
 def _check(length: np.ndarray, tokens_per_batch: int) -> None:
@@ -130,7 +161,12 @@ def _check(length: np.ndarray, tokens_per_batch: int) -> None:
 
 
 def iterate(
-    length: np.ndarray, config: SamplerConfig, *, seed: int, start_batch: int = 0
+    length: np.ndarray,
+    config: SamplerConfig,
+    *,
+    seed: int,
+    start_batch: int = 0,
+    shard: np.ndarray | None = None,
 ) -> Iterator[PlannedBatch]:
     """The endless stream of micro-batches from `start_batch` on, counted over all epochs.
 
@@ -145,7 +181,7 @@ def iterate(
         raise ValueError(f"start_batch must not be negative, got {start_batch}")
     epoch = 0
     while True:
-        plan = epoch_batches(length, config, seed=seed, epoch=epoch)
+        plan = epoch_batches(length, config, seed=seed, epoch=epoch, shard=shard)
         for i in range(start_batch, len(plan)):
             yield PlannedBatch(epoch, i, int(plan.bucket[i]), plan.batch(i))
         start_batch = max(0, start_batch - len(plan))

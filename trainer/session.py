@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -21,6 +22,7 @@ from trainer.index import Split, split_samples
 from trainer.recipe import DrafterConfig, LossConfig
 
 _RMS_SAMPLES = 32
+_OPEN_SHARDS = 64
 _MASK_SHARDS = 4
 """Shards whose text is searched for the mask token at the start."""
 _BYTES_PER_PARAMETER = 16
@@ -55,7 +57,12 @@ class Session:
             RunError: nothing to train on.
         """
         device = pick_device(config.train.device, local_rank)
-        cache = Caches(config.cache.paths, generations=generations)
+        cache = Caches(
+            config.cache.paths,
+            generations=generations,
+            # What is read ahead may be of the next ones already.
+            open_shards=max(_OPEN_SHARDS, 2 * config.sampler.shards_in_flight),
+        )
         check_teacher(config.loss, cache)
         check_mask_token(config.drafter, cache)
         check_size(config.drafter, cache, device)
@@ -171,10 +178,15 @@ def check_mask_token(config: DrafterConfig, cache: Caches) -> None:
         )
 
 
-def require_unused_mask_token(config: DrafterConfig, cache: Caches) -> None:
+def require_unused_mask_token(
+    config: DrafterConfig, cache: Caches, exclude: Collection[str] = ()
+) -> None:
     """Look for the mask token in the text of the first shards, before anything is trained.
 
     The samples of every micro-batch are looked at too; this finds a common token at once.
+
+    Args:
+        exclude: ids of samples that are left out.
 
     Raises:
         ConfigError: naming a sample that holds it.
@@ -183,12 +195,13 @@ def require_unused_mask_token(config: DrafterConfig, cache: Caches) -> None:
     for part, shard_id in islice(shards, _MASK_SHARDS):
         reader = part.shard(shard_id)
         found = np.flatnonzero(reader.arrays["token_ids"] == config.mask_token_id)
-        if len(found):
-            offsets = reader.arrays["sample_offsets"]
-            row = int(np.searchsorted(offsets, found[0], side="right")) - 1
-            raise mask_token_in_text(
-                config.mask_token_id, reader.sample_id(row), int(found[0] - offsets[row])
-            )
+        offsets = reader.arrays["sample_offsets"]
+        rows, first = np.unique(
+            np.searchsorted(offsets, found, side="right") - 1, return_index=True
+        )
+        for row, place in zip(rows.tolist(), found[first].tolist(), strict=True):
+            if (sample_id := reader.sample_id(row)) not in exclude:
+                raise mask_token_in_text(config.mask_token_id, sample_id, int(place - offsets[row]))
 
 
 def check_size(config: DrafterConfig, cache: Caches, device: torch.device) -> None:

@@ -74,6 +74,7 @@ class Tracker:
 
     def sync(self) -> None:
         """Make the lines so far survive a loss of power. For just before a checkpoint."""
+        self._write()  # what a full disk delayed
         try:
             os.fsync(self._file.fileno())
         except OSError as error:

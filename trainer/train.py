@@ -24,7 +24,7 @@ from trainer.config import TrainConfig
 from trainer.evaluate import evaluate
 from trainer.footprint import Meter
 from trainer.learner import Learner
-from trainer.loader import Loader
+from trainer.loader import Loader, LoaderStats
 from trainer.pauses import Pauses
 from trainer.queue_trend import QueueTrend
 from trainer.ranks import ALONE, Ranks
@@ -76,7 +76,7 @@ class Training:
             self._check(snapshot)
         is_done = snapshot is not None and snapshot.step == config.train.steps
         if ranks.is_main and not is_done:
-            require_unused_mask_token(config.drafter, self.session.cache)
+            require_unused_mask_token(config.drafter, self.session.cache, config.cache.exclude)
         if is_fresh:
             ranks.gather("begin")  # none of them refuses
         if ranks.is_main:
@@ -188,10 +188,11 @@ class Training:
                     if bar.disable and time.monotonic() > next_line:  # no terminal: lines instead
                         next_line = time.monotonic() + _SECONDS_PER_LINE
                         self._log_progress(metrics)
+                    writer.check()
                     if self._is_due(config.checkpoint.every_steps):
                         save()
             except DraftCacheError:  # of data or of the policy: never in the middle of an update
-                if saved != self.step:
+                if saved != self.step and not writer.has_given_up:
                     try:
                         save()
                     except RunError as failed:  # a full disk must not hide why it ends
@@ -207,6 +208,7 @@ class Training:
             while self._goes_on(stop):
                 if self.unlogged is None:
                     self.learner.train_step(batches)
+                    self._loader_stats(loader)
                 self.unlogged = None
 
     def _goes_on(self, stop: StopRequest) -> bool:
@@ -247,7 +249,7 @@ class Training:
     def _timed_step(self, batches: Iterator[Batch], loader: Loader) -> dict[str, Any]:
         began = time.perf_counter()
         metrics = self.learner.train_step(batches)
-        stats = loader.take_stats()
+        stats = self._loader_stats(loader)
         ended = time.perf_counter()
         seconds = ended - began
         self.queue_trend.add(ended, stats.queue_depth)
@@ -255,12 +257,19 @@ class Training:
             "data/queue_depth": stats.queue_depth,
             "data/queue_slope": self.queue_trend.slope,
             "data/queue_seconds_to_empty": self.queue_trend.seconds_to_empty,
-            "data/wait_share": stats.wait_seconds / seconds,
+            "data/wait_share": min(stats.wait_seconds / seconds, 1.0),
             "speed/step_seconds": seconds,
             "speed/tokens_per_second": metrics["train/tokens"] / seconds,
             "memory/peak_bytes": self.meter.read(),
             **self.pauses.take(),
         }
+
+    def _loader_stats(self, loader: Loader) -> LoaderStats:
+        """Of the rank that is worst off: all wait for it when they add up their gradients."""
+        found = self.ranks.gather(loader.take_stats())
+        return LoaderStats(
+            max(stats.wait_seconds for stats in found), min(stats.queue_depth for stats in found)
+        )
 
     def _evaluate(self, stop: StopRequest) -> dict[str, Any] | None:
         """Evaluate and keep the figures; None if a stop was asked for before the end."""
@@ -298,6 +307,7 @@ class Training:
             config.sampler,
             seed=config.train.seed,
             start_batch=self.step * config.train.batches_per_step,
+            shard=session.cache.shard_numbers()[session.split.train],
         )
         return Loader(
             session.cache,

@@ -57,6 +57,17 @@ def test_positions_run_through_all_caches_and_every_sample_is_its_own(
             position += 1
 
 
+def test_shards_of_all_caches_have_numbers_of_their_own(tiny_cache: Path, second: Path) -> None:
+    both = Caches([tiny_cache, second])
+    names = [
+        (number, part.shard_ids[shard])
+        for number, part in enumerate(both.parts)
+        for shard in part.index.shard.tolist()
+    ]
+    numbers = both.shard_numbers().tolist()
+    assert len(set(names)) == len(set(numbers)) == len(set(zip(names, numbers, strict=True)))
+
+
 def test_a_sample_of_two_caches_is_trained_once(tiny_cache: Path, second: Path) -> None:
     cache = Caches([tiny_cache, second])
     config = CacheConfig(path=(tiny_cache, second), heldout_fraction=0.2)

@@ -415,25 +415,44 @@ def test_too_many_refused_saves_in_a_row_end_the_run_and_keep_the_old_checkpoint
     assert newest_valid(tmp_path) is not None
 
 
-def test_close_tells_that_the_last_save_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("num_failures", [2, 3])
+def test_the_last_save_is_tried_again_as_often_as_saves_may_fail(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    num_failures: int,
 ) -> None:
-    fail_saves(monkeypatch, 1)
+    """None comes after it that could be written instead."""
+    monkeypatch.setattr("trainer.checkpoint_writer._FIRST_PAUSE_SECONDS", 0.01)
+    fail_saves(monkeypatch, num_failures)
     writer = CheckpointWriter(tmp_path, CheckpointConfig(max_failures=3))
     writer.submit(filled(1))
-    with pytest.raises(RunError, match="the last checkpoint could not be written"):
+    if num_failures < 3:
         writer.close()
+        assert steps_on_disk(tmp_path) == [1]
+    else:
+        with pytest.raises(RunError, match="3 checkpoints in a row could not be written"):
+            writer.close()
+        assert steps_on_disk(tmp_path) == []
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * num_failures
 
 
+@pytest.mark.parametrize("num_refused", [0, 1])
 def test_a_bug_in_a_save_is_raised_in_the_training_thread_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_refused: int
 ) -> None:
+    """Also after a save that the disk refused: it is not tried again."""
+
     def save_file(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("bug")
 
-    monkeypatch.setattr("trainer.checkpoint.save_file", save_file)
     writer = CheckpointWriter(tmp_path, CheckpointConfig())
-    writer.submit(filled(1))
+    fail_saves(monkeypatch, num_refused)
+    if num_refused:
+        writer.submit(filled(1))
+        writer._wait()
+    monkeypatch.setattr("trainer.checkpoint.save_file", save_file)
+    writer.submit(filled(2))
     with pytest.raises(ZeroDivisionError):
         writer.close()
 
@@ -605,7 +624,7 @@ def test_sigkill_at_random_moments_loses_nothing_that_was_saved(
 ) -> None:
     rng = random.Random(0)
     num_torn = 0
-    for _ in range(10):
+    for _ in range(20):
         child = children.start(0)
         time.sleep(rng.uniform(0.02, 0.4))
         os.kill(child, signal.SIGKILL)

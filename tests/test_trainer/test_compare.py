@@ -79,6 +79,28 @@ def test_losses_of_another_weighting_are_not_read(tmp_path: Path) -> None:
     assert result["differences"]["loss.kind"] == ["decay", "decay", "dpace"]
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "alike"),
+    [
+        ({"kind": "dpace"}, {"kind": "dpace", "dpace_alpha": 0.25}, False),
+        ({"kind": "dpace"}, {"kind": "dpace", "gamma": 4.0}, True),
+        ({"kind": "decay"}, {"kind": "decay", "gamma": 7.0}, True),
+        ({"kind": "decay"}, {"kind": "decay", "gamma": 4.0}, False),
+        ({"kind": "decay"}, {"kind": "kl"}, False),
+    ],
+)
+def test_losses_are_compared_by_the_weights_in_force(
+    tmp_path: Path, one: dict[str, Any], other: dict[str, Any], alike: bool
+) -> None:
+    """Published at the block size of these runs is a gamma of 7; `dpace` has none."""
+    runs = [
+        made(tmp_path / name, 1.5, loss=training.LossConfig(**loss))
+        for name, loss in (("a", one), ("b", other))
+    ]
+    said = any("weighted differently" in remark for remark in compare(runs)["remarks"])
+    assert said is not alike
+
+
 def test_evaluations_at_other_steps_are_said(tmp_path: Path) -> None:
     runs = [made(tmp_path / "a", 1.5), make_run(tmp_path / "b", taus=[(100, 1.4)])]
     remarks = compare(runs)["remarks"]

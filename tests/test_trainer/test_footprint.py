@@ -90,6 +90,40 @@ def test_the_estimate_is_within_a_fifth_of_the_peak(
     assert 0.8 < expected / measured < 1.2, f"{expected:,} expected, {measured:,} taken: {parts}"
 
 
+@pytest.mark.parametrize(
+    ("tokens", "steps", "others", "taken"),
+    [
+        pytest.param(1024, 20, 435, 785, id="demo, young"),
+        pytest.param(1024, 600, 435, 1088, id="demo"),
+        pytest.param(1024, 24, 386, 638, id="projected, young, one thread"),
+        pytest.param(512, 20, 345, 497, id="projected, short rows, young"),
+        pytest.param(512, 600, 345, 768, id="projected, short rows"),
+        pytest.param(512, 600, 395, 873, id="lossless, short rows"),
+        pytest.param(1024, 200, 995, 1450, id="vocabulary of 262,144"),
+        pytest.param(1024, 20, 438, 888, id="earlier release, young"),
+        pytest.param(1024, 600, 382, 1330, id="earlier release"),
+    ],
+)
+def test_what_libraries_hold_is_within_a_fifth_of_what_real_runs_took(
+    tokens: int, steps: int, others: int, taken: int, tiny_cache: Path, tiny_train: MakeTrain
+) -> None:
+    """MB: `others` is what the estimate says of all the rest, `taken` the peak that was measured,
+    on a CPU with bfloat16 units."""
+    config = shaped(tiny_train(Path("run"), tiny_cache, steps=steps), dtype="bfloat16")
+    batch = footprint.BatchSize(num_tokens=tokens, num_anchors=1, longest=1, mean_tokens=1)
+    parts = footprint.estimate(
+        config,
+        batch,
+        [torch.zeros(8, 8)],
+        heldout_anchors=1,
+        num_features=8,
+        num_stored=8,
+        bytes_per_token=8,
+        device=CPU,
+    )
+    assert 0.8 < (others * 1e6 + parts.libraries) / (taken * 1e6) < 1.2
+
+
 def test_a_run_that_memory_cannot_hold_is_refused_in_one_line(
     tiny_cache: Path, tiny_train: MakeTrain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

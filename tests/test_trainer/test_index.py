@@ -23,6 +23,8 @@ def test_every_usable_sample_is_on_one_side(tiny_cache: Path) -> None:
     split = split_samples(cache, CacheConfig(path=tiny_cache, heldout_fraction=0.3))
     assert sorted([*split.train, *split.heldout]) == list(range(len(cache.index)))
     assert 4 <= len(split.heldout) <= 26  # 48 samples at 0.3: 14 expected
+    keys = cache.index.split_keys[split.heldout].tolist()  # which the first ones are, too
+    assert keys == sorted(keys)
 
 
 def test_nothing_is_held_out_at_zero(tiny_cache: Path) -> None:
@@ -72,6 +74,26 @@ def test_sources_can_be_selected_and_unknown_ones_are_refused(tiny_cache: Path) 
     assert tags == {"odd"}
     with pytest.raises(RunError, match=r"\['third'\].*even"):
         split_samples(cache, replace(config, sources=("odd", "third")))
+
+
+def test_samples_can_be_left_out_by_id_and_unknown_ids_are_named(
+    tiny_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = Caches([tiny_cache])
+    whole = split_samples(cache, CacheConfig(path=tiny_cache, heldout_fraction=0.3))
+    out = [int(whole.train[2]), int(whole.heldout[0]), int(whole.train[-1])]
+    ids = tuple(cache.index.sample_id(position) for position in out)
+    config = CacheConfig(path=tiny_cache, heldout_fraction=0.3, exclude=ids)
+    split = split_samples(cache, config)
+    assert split.num_excluded == 3
+    assert split.train.tolist() == [n for n in whole.train.tolist() if n not in out]
+    assert split.heldout.tolist() == [n for n in whole.heldout.tolist() if n not in out]
+    assert caplog.text == ""
+    assert split_samples(cache, replace(config, exclude=(*ids, "0" * 32))).num_excluded == 3
+    assert f"1 of 4 samples are not in {tiny_cache}, the first of them {'0' * 32}" in caplog.text
+    for wrong in ("abc", "x" * 32, ids[0].upper() + "0"):
+        with pytest.raises(ValueError, match="exclude must name samples by 32 digits"):
+            replace(config, exclude=(wrong,))
 
 
 def test_samples_without_an_anchor_are_counted_not_trained(tiny_cache: Path) -> None:

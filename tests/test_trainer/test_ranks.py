@@ -21,6 +21,7 @@ from tests.conftest import REPOSITORY
 from tests.test_trainer.test_train import final_weights, metrics
 from trainer import config as training
 from trainer.config import TrainConfig
+from trainer.loader import Loader, LoaderStats
 from trainer.ranks import Ranks, join
 from trainer.recipe import NoiseConfig
 from trainer.session import pick_device
@@ -104,6 +105,44 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     message = "rank 1 of this machine: needs the GPU of number 1, torch sees 1 CUDA device here"
     with pytest.raises(ConfigError, match=message), join("cuda"):
         pass
+
+
+def torchrun(monkeypatch: pytest.MonkeyPatch, **variables: str) -> list[Any]:
+    """As a rank that torchrun started, on a machine of two GPUs; what `set_device` is told."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("torch.distributed.is_torchelastic_launched", lambda: True)
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: None)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: int(variables["LOCAL_RANK"]))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    chosen: list[Any] = []
+    monkeypatch.setattr("torch.cuda.set_device", chosen.append)
+    return chosen
+
+
+def test_one_gpu_by_name_for_all_ranks_of_a_machine_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen = torchrun(monkeypatch, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", LOCAL_RANK="1")
+    message = r"train.device 'cuda:0': all 2 ranks of this machine .* Set it to cuda or auto"
+    with pytest.raises(ConfigError, match=message), join("cuda:0"):
+        pass
+    assert chosen == []
+    for name in ("cuda", "auto"):
+        with join(name) as ranks:
+            assert ranks.local_rank == 1
+    assert chosen == [1, 1]
+
+
+def test_one_gpu_by_name_is_fine_for_the_only_rank_of_a_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen = torchrun(monkeypatch, WORLD_SIZE="2", LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")
+    with join("cuda:1"):
+        pass
+    assert chosen == [1]
 
 
 @pytest.mark.parametrize("name", ["meta", "cuda:1", "cuda:7"])
@@ -198,6 +237,33 @@ def test_a_signal_after_the_votes_counts_at_the_next_turn(
     run.ranks = late = LateSignal()
     assert run._goes_on(late.stop)
     assert not run._goes_on(late.stop)
+
+
+@dataclass(frozen=True, slots=True)
+class OtherWaits(Ranks):
+    """A rank beside one whose loader is behind."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, LoaderStats(wait_seconds=0.25, queue_depth=0)]
+
+
+def test_a_loader_that_is_behind_is_seen_whichever_rank_it_feeds(
+    tiny_train: MakeTrain,
+    tiny_cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All ranks wait for the one that waits, so its figures are the run's."""
+    run = Training(tiny_train(tmp_path / "run", tiny_cache))
+    monkeypatch.setattr(Loader, "take_stats", lambda _: LoaderStats(0.0, queue_depth=8))
+    with run._loader() as loader:
+        batches = iter(loader)
+        assert run._timed_step(batches, loader)["data/queue_depth"] == 8
+        run.ranks = OtherWaits(size=2)
+        found = run._timed_step(batches, loader)
+    assert found["data/queue_depth"] == 0
+    seconds = found["speed/step_seconds"]
+    assert found["data/wait_share"] == pytest.approx(min(0.25 / seconds, 1.0))
 
 
 def test_when_a_rank_is_killed_the_run_ends_and_goes_on_from_what_is_saved(

@@ -1,5 +1,7 @@
 """Order of the samples: coverage, budget, proportion, resume."""
 
+import time
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -193,6 +195,72 @@ def test_the_plan_of_the_run_with_shares_as_in_the_wild_keeps_all_its_promises()
         epoch, position = divmod(start, end)
         assert (resumed.epoch, resumed.position) == (epoch, position)
         assert np.array_equal(resumed.sample, plans[epoch].batch(position))
+
+
+@quick
+@given(lengths(), configs, st.integers(1, 9), st.integers(0, 3))
+def test_few_shards_are_in_flight_and_nothing_else_is_given_up_for_it(
+    length: np.ndarray, config: SamplerConfig, in_flight: int, seed: int
+) -> None:
+    """A shard is in flight from the first micro-batch that reads from it to the last."""
+    by_length = np.argsort(np.argsort(-length, kind="stable"))  # as a cache is cut: longest first
+    shard = by_length // 20
+    config = replace(config, shards_in_flight=in_flight)
+    plan = epoch_batches(length, config, seed=seed, epoch=0, shard=shard)
+    assert sorted(plan.sample.tolist()) == list(range(len(length)))
+    assert all(length[batch].sum() <= config.tokens_per_batch for batch in batches(plan))
+    assert np.array_equal(
+        np.unique(plan.bucket),
+        np.unique(
+            epoch_batches(
+                length, replace(config, shards_in_flight=0), seed=seed, epoch=0, shard=shard
+            ).bucket
+        ),
+    )
+    num_used = len(np.unique(plan.bucket))
+    at = np.repeat(np.arange(len(plan)), np.diff(plan.offset))
+    allowed = max(1, in_flight // num_used)
+    for bucket in np.unique(plan.bucket):
+        spans = []
+        in_bucket = plan.bucket[at] == bucket
+        for one in np.unique(shard[plan.sample][in_bucket]):
+            where = at[in_bucket & (shard[plan.sample] == one)]
+            spans.append((where.min(), where.max()))
+        flying = [sum(a <= i <= b for a, b in spans) for i in range(len(plan))]
+        assert max(flying) <= allowed
+    if num_used > 1:
+        count = np.bincount(plan.bucket)
+        seen = np.cumsum(plan.bucket[:, None] == np.arange(len(count)), axis=0)
+        due = np.arange(1, len(plan) + 1)[:, None] * count / len(plan)
+        assert np.abs(seen - due).max() <= 1 - 1 / (2 * num_used - 2) + 1e-9
+    resumed = list(
+        islice(iterate(length, config, seed=seed, start_batch=len(plan) - 1, shard=shard), 2)
+    )
+    assert np.array_equal(resumed[0].sample, plan.batch(len(plan) - 1))
+    assert resumed[1].epoch == 1
+
+
+def test_shards_in_flight_differ_between_epochs() -> None:
+    length = np.full(400, 10)
+    config = SamplerConfig(tokens_per_batch=40, shards_in_flight=2)
+    shard = np.arange(400) // 20
+    first = [
+        set(shard[epoch_batches(length, config, seed=0, epoch=e, shard=shard).sample[:40]].tolist())
+        for e in range(6)
+    ]
+    assert all(len(shards) == 2 for shards in first)
+    assert len({frozenset(shards) for shards in first}) > 3
+
+
+def test_a_plan_of_a_million_samples_takes_seconds() -> None:
+    """Three at most; of this process, since others may have the core."""
+    rng = np.random.default_rng(0)
+    length = np.minimum(rng.lognormal(7.3, 0.7, 1_000_000).astype(np.int64) + 1, 8192)
+    config = SamplerConfig(tokens_per_batch=16_384)
+    began = time.process_time()
+    plan = epoch_batches(length, config, seed=0, epoch=0)
+    assert time.process_time() - began < 3
+    assert len(plan) > 100_000
 
 
 def test_order_of_the_buckets_differs_between_epochs() -> None:

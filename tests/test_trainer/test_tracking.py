@@ -167,6 +167,20 @@ def test_a_full_disk_delays_lines_and_loses_none(
     assert [line["step"] for line in lines(tmp_path)] == list(range(1, 102))
 
 
+def test_lines_that_a_full_disk_delayed_are_there_before_a_checkpoint_is(tmp_path: Path) -> None:
+    """Killed behind it, the run goes on after them and never makes them again."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    tracker = Tracker(tmp_path, OFF, {})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        tracker.log(1, {"train/loss": 0.5})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    tracker.sync()
+    assert [line["step"] for line in lines(tmp_path)] == [1]
+    tracker.finish()
+
+
 def test_lines_that_never_reach_the_disk_are_an_error_at_the_end(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     tracker = Tracker(tmp_path, OFF, {})

@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,10 @@ def learned(run: Path) -> list[tuple[int, float, float]]:
 def num_lines(run: Path) -> int:
     path = run / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def half_saved(run: Path) -> list[Path]:
+    return list((run / "checkpoints").glob("*.partial"))
 
 
 def final_weights(run: Path) -> dict[str, torch.Tensor]:
@@ -165,10 +170,11 @@ def test_the_loss_of_a_step_does_not_depend_on_how_it_is_split(
 def test_killed_at_random_moments_a_run_learns_the_same(
     tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path
 ) -> None:
-    """SIGKILL, five times in one run: losses, norms and weights are those of an undisturbed run."""
+    """SIGKILL, twenty times in one run, every other time inside a save: losses, norms, weights and
+    the lines of the metrics are those of an undisturbed run."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["trainer.train"])
-    straight = tiny_train(tmp_path / "straight", tiny_cache, steps=48)
+    straight = tiny_train(tmp_path / "straight", tiny_cache, steps=120)
     process = context.Process(target=train, args=(straight,))
     process.start()
     process.join(120)
@@ -176,24 +182,31 @@ def test_killed_at_random_moments_a_run_learns_the_same(
 
     rng = random.Random(0)
     config = replace(straight, run=training.RunConfig(path=tmp_path / "killed"))
-    seen, resumed_at = 0, set()
-    for _ in range(5):
+    seen, num_torn, resumed_at = 0, 0, set()
+    for number in range(20):
         process = context.Process(target=train, args=(config,))
         process.start()
-        due = seen + rng.randint(2, 8)  # by steps, since time passes differently under load
+        due = seen + rng.randint(1, 4)  # by steps, since time passes differently under load
         while process.is_alive() and (seen := num_lines(tmp_path / "killed")) < due:
             time.sleep(0.002)
-        time.sleep(rng.uniform(0, 0.05))
+        if number % 2:
+            while process.is_alive() and not half_saved(tmp_path / "killed"):
+                pass
+        else:
+            time.sleep(rng.uniform(0, 0.05))
         assert process.is_alive()
         os.kill(process.pid or 0, signal.SIGKILL)
         process.join()
+        num_torn += bool(half_saved(tmp_path / "killed"))
         resumed_at.add(newest_valid(tmp_path / "killed"))
-    assert len(resumed_at) > 1
+    assert num_torn > 4
+    assert len(resumed_at) > 10
     process = context.Process(target=train, args=(config,))
     process.start()
     process.join(120)
     assert process.exitcode == 0
     assert learned(tmp_path / "killed") == learned(tmp_path / "straight")
+    assert not half_saved(tmp_path / "killed")
     left, right = final_weights(tmp_path / "killed"), final_weights(tmp_path / "straight")
     assert all(torch.equal(left[name], right[name]) for name in right)
 
@@ -303,7 +316,7 @@ def test_a_full_disk_does_not_hide_that_a_loss_is_not_finite(
     tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing can be written any more: not the samples, not the metrics, not the checkpoint."""
-    checkpoint = training.CheckpointConfig(every_steps=2, max_failures=1)
+    checkpoint = training.CheckpointConfig(every_steps=2, max_failures=2)
     config = tiny_train(tmp_path, tiny_cache, steps=6, checkpoint=checkpoint)
     run, limits = Training(config), resource.getrlimit(resource.RLIMIT_FSIZE)
     split, calls = run.session.features.split, []
@@ -377,7 +390,8 @@ def test_a_full_disk_costs_checkpoints_until_there_are_too_many(
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "checkpoint of step 4 was not written" in caplog.text
     if not is_freed:
-        assert 8 <= run.step < 12
+        assert 8 <= run.step <= 9  # as soon as the third one has failed, not an interval later
+        assert caplog.text.count("3 checkpoints in a row") == 0  # the error itself is enough
         assert train(config) is None
     assert newest_valid(tmp_path) == tmp_path / "checkpoints" / "step-00000012"
     assert [line["step"] for line in metrics(tmp_path)] == list(range(1, 13))
@@ -438,6 +452,30 @@ def test_a_mask_token_that_occurs_in_the_text_stops_the_run(
     run = Training(config)
     with pytest.raises(ConfigError, match=f"mask_token_id {letter} occurs in the text"):
         run.learner.train_step(iter(run._loader()))
+
+
+def test_samples_that_hold_the_mask_token_can_be_left_out(
+    tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.session._MASK_SHARDS", 1000)
+    cache = Cache(tiny_cache)
+    held: dict[int, list[str]] = {}
+    for position in range(len(cache.index)):
+        for token in set(cache.read(position).token_ids.tolist()):
+            held.setdefault(token, []).append(cache.index.sample_id(position))
+    rare, ids = min(held.items(), key=lambda item: len(item[1]))
+    assert len(ids) < 24
+    config = tiny_train(tmp_path, tiny_cache, steps=12)
+    config = replace(config, drafter=replace(config.drafter, mask_token_id=rare))
+    for left_out in (ids[1:], ids[:-1]):
+        one_left = replace(config, cache=replace(config.cache, exclude=tuple(left_out)))
+        with pytest.raises(ConfigError, match=r"cache\.exclude") as caught:
+            Training(one_left)
+        assert next(i for i in ids if i not in left_out) in str(caught.value)
+    train(replace(config, cache=replace(config.cache, exclude=tuple(ids))))
+    seen = {sample_id for line in metrics(tmp_path) for sample_id in line["train/samples"]}
+    assert len(seen) > 12
+    assert not seen & set(ids)
 
 
 def test_a_run_stays_with_the_generation_it_started_from(
@@ -534,6 +572,49 @@ def test_a_resume_is_checked_against_the_checkpoint_not_the_file(
     (tmp_path / "config.json").write_text(json.dumps({"run": {}, "drafter": {}}))
     with pytest.raises(RunError, match=r"train\.seed"):
         train(replace(config, train=replace(config.train, seed=7)))
+
+
+def test_a_run_of_an_earlier_release_is_resumed_with_the_settings_it_did_not_know_at_their_default(
+    tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path
+) -> None:
+    config = tiny_train(tmp_path, tiny_cache, steps=2)
+    train(config)
+    snapshot = Run(tmp_path).require_checkpoint()
+    del snapshot.config["cache"]["exclude"], snapshot.config["sampler"]["shards_in_flight"]
+    Run(tmp_path).begin(config, snapshot)
+    changed = replace(config, sampler=replace(config.sampler, shards_in_flight=2))
+    with pytest.raises(RunError, match=r"sampler\.shards_in_flight: 0 before, 2 now"):
+        Run(tmp_path).begin(changed, snapshot)
+    snapshot.config["sampler"]["turns"] = "equal"
+    with pytest.raises(RunError, match=r"sampler\.turns: 'equal' before, None now"):
+        Run(tmp_path).begin(config, snapshot)
+
+
+def test_a_run_reads_from_few_shards_at_a_time_and_resumes_so(
+    tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path
+) -> None:
+    sampler = training.SamplerConfig(tokens_per_batch=256, num_buckets=1, shards_in_flight=1)
+    straight = tiny_train(tmp_path / "straight", tiny_cache, steps=8, sampler=sampler)
+    train(straight)
+    index = Cache(tiny_cache).index
+    shard_of = {index.sample_id(n): int(index.shard[n]) for n in range(len(index))}
+    read = [shard_of[i] for line in metrics(tmp_path / "straight") for i in line["train/samples"]]
+    changes = sum(a != b for a, b in pairwise(read))
+    assert changes == len(set(read)) - 1 > 0
+    halves = replace(straight, run=training.RunConfig(path=tmp_path / "halves"))
+    run = Training(halves)
+    train_step = run.learner.train_step
+
+    def dying(batches: Any) -> dict[str, Any]:
+        if run.step == 5:
+            raise KeyboardInterrupt
+        return train_step(batches)
+
+    run.learner.train_step = dying  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    train(halves)
+    assert learned(tmp_path / "halves") == learned(tmp_path / "straight")
 
 
 def test_a_fresh_start_that_is_killed_can_be_made_again(

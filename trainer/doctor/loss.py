@@ -42,7 +42,7 @@ _ADVICE = {
     "peak": "The steps are too long for the weights: lower optimizer.lr, or raise "
     "optimizer.warmup_fraction; with betas (0.9, 0.999) first go back to the recipe's.",
     "gradient": "A few samples drove it: `train/samples` of these lines in metrics.jsonl has "
-    "their ids. Look at them; leave them out of the data, or lower optimizer.max_grad_norm.",
+    "their ids. Look at them; leave them out (cache.exclude), or lower optimizer.max_grad_norm.",
     "restart": "Another process went on here: compare its settings and cache with those of the "
     "checkpoint that it started from.",
     "epoch": "The order of an epoch starts here: compare the buckets and sources of its first "
