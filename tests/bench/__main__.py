@@ -26,6 +26,7 @@ from tests.bench.codecs import (
     one_core,
 )
 from tests.bench.layouts import CODEC, OURS, OURS_BFLOAT16, RAW
+from tests.bench.plan import measure_plan
 from tests.bench.reads import ReadRow, breakeven, measure_reads
 from tests.bench.states import States, demo_states, random_states, widened
 from tests.bench.step import Shape, StepRow, absent_peers, measure_step
@@ -110,8 +111,12 @@ def measure_stage_one(quick: bool) -> dict[str, Any]:
 
 
 def measure_stage_two(quick: bool) -> dict[str, Any]:
-    """The training step, ours and the peers'; prints a table for each shape."""
-    facts = {}
+    """Plan of an epoch, and the step, ours and the peers'; prints a table for each shape."""
+    facts: dict[str, Any] = {"plan": (plan := measure_plan())}
+    click.echo(
+        "\nPlan of an epoch of {num_samples:,} samples, in {num_batches:,} micro-batches: "
+        "{cpu_seconds:.2f} s of CPU, {padding:.1%} of the budget unused".format(**plan)
+    )
     for anchors in (64,) if quick else (64, 16):
         shape = Shape(anchors=anchors)
         rows = measure_step(

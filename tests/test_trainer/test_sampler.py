@@ -1,6 +1,5 @@
 """Order of the samples: coverage, budget, proportion, resume."""
 
-import time
 from dataclasses import replace
 from itertools import islice
 
@@ -250,17 +249,6 @@ def test_shards_in_flight_differ_between_epochs() -> None:
     ]
     assert all(len(shards) == 2 for shards in first)
     assert len({frozenset(shards) for shards in first}) > 3
-
-
-def test_a_plan_of_a_million_samples_takes_seconds() -> None:
-    """Three at most; of this process, since others may have the core."""
-    rng = np.random.default_rng(0)
-    length = np.minimum(rng.lognormal(7.3, 0.7, 1_000_000).astype(np.int64) + 1, 8192)
-    config = SamplerConfig(tokens_per_batch=16_384)
-    began = time.process_time()
-    plan = epoch_batches(length, config, seed=0, epoch=0)
-    assert time.process_time() - began < 3
-    assert len(plan) > 100_000
 
 
 def test_order_of_the_buckets_differs_between_epochs() -> None:
