@@ -87,6 +87,18 @@ class Ranks:
                 f"do not make equal shares for {self.size}. Set it to a multiple of {self.size}."
             )
 
+    def require_own(self, device: torch.device) -> None:
+        """Refuse a GPU that is another rank's too.
+
+        Raises:
+            ConfigError: saying how each gets its own.
+        """
+        if self.size > 1 and device.type == "cuda" and device.index != self.local_rank:
+            raise ConfigError(
+                f"train.device '{device}': rank {self.local_rank} of this machine needs the GPU of "
+                "its own number. Set train.device = 'auto'."
+            )
+
     @contextmanager
     def _together(self) -> Iterator[None]:
         try:
@@ -124,6 +136,9 @@ def join(device_type: str) -> Iterator[Ranks]:
     # building an optimizer does. Held, the group is not destroyed below, and its threads may abort
     # the process at its end.
     importlib.import_module("torch.distributed.nn.functional")
-    dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=_TIMEOUT)
+    # What is gathered goes through the CPU: whoever waits there notices at once that one is gone.
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", timeout=_TIMEOUT
+    )
     yield Ranks(dist.get_rank(), size, local_rank)
     dist.destroy_process_group()  # after an error the others may be gone: the process ends anyway
