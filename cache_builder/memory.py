@@ -2,7 +2,13 @@
 
 import torch
 
-_SIGNS = ("not enough memory", "DefaultCPUAllocator", "out of memory", "can't allocate memory")
+_SIGNS = (
+    "not enough memory",
+    "DefaultCPUAllocator",
+    "out of memory",
+    "can't allocate memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

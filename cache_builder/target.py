@@ -29,6 +29,7 @@ from shared.decoder import Decoder
 from shared.errors import TargetError
 from shared.files import canonical_json, sha256_bytes
 from shared.head import Head
+from shared.memory import trim_heap
 from shared.quantity import count
 from shared.spec import LastHidden, TargetSpec
 from shared.weights import weights_sha256
@@ -238,7 +239,10 @@ class Target:
         """
         if len(devices) == 1:
             device = torch.device(devices[0])
-            return cls(load_model(path, config).to(device), layer_ids, device, last_hidden)
+            model = load_model(path, config).to(device)
+            if device.type != "cpu":
+                trim_heap()  # or the process keeps what its weights took on their way
+            return cls(model, layer_ids, device, last_hidden)
         return cls(load_model(path, config, devices), layer_ids, None, last_hidden)
 
     def head(self, text: npt.NDArray[np.int32]) -> Head:
@@ -280,11 +284,13 @@ class Target:
         batch = torch.zeros((len(token_ids), longest), dtype=torch.int64)
         for row, ids in enumerate(token_ids):
             batch[row, : len(ids)] = torch.from_numpy(ids)
-        self._states.clear()
-        with contextlib.suppress(_LastTapReached):
-            self._decoder.module(input_ids=batch.to(self._ids_device), use_cache=False)
         layers = (*self._layer_ids, *[_LAST] * (self._last_hidden != "none"))
-        states = [self._states.pop(layer).to(self.device) for layer in layers]
+        try:
+            with contextlib.suppress(_LastTapReached):
+                self._decoder.module(input_ids=batch.to(self._ids_device), use_cache=False)
+            states = [self._states.pop(layer).to(self.device) for layer in layers]
+        finally:
+            self._states.clear()  # where memory ran out, a smaller batch needs theirs
         expected = [*batch.shape, self._model.config.get_text_config().hidden_size]
         for layer, state in zip(layers, states, strict=True):
             if list(state.shape) != expected:

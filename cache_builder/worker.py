@@ -68,6 +68,8 @@ class Worker:
         self._job = job
         self._plan = Plan(job.plan)
         spec = job.spec
+        if devices[0] != "cpu":  # kernels of Triton run on the current one, wherever their data is
+            torch.cuda.set_device(devices[0])
         self._target = Target.load(
             job.target_path, job.target, spec.target_layer_ids, spec.last_hidden, *devices
         )

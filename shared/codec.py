@@ -57,14 +57,6 @@ class Packed:
     def num_tokens(self) -> int:
         return self.planes_PTW.shape[1]
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Packed":
-        return Packed(
-            self.planes_PTW.to(device, non_blocking=non_blocking),
-            self.outlier_position.to(device, non_blocking=non_blocking),
-            self.outlier_bits.to(device, non_blocking=non_blocking),
-            self.values_per_token,
-        )
-
 
 class Codec(Protocol):
     """How one cache stores its states."""

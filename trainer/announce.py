@@ -19,8 +19,11 @@ logger = logging.getLogger(__name__)
 _FEW_HELDOUT = 10
 
 
-def measure_order(session: Session) -> tuple[OrderReport, Footprint]:
+def measure_order(session: Session, num_batches: int) -> tuple[OrderReport, Footprint]:
     """What the first epoch's order looks like, and the memory that its largest batch takes.
+
+    Args:
+        num_batches: micro-batches of a step that this process takes.
 
     Raises:
         ConfigError: the samples cannot be put in order with these settings, or not be held.
@@ -50,6 +53,7 @@ def measure_order(session: Session) -> tuple[OrderReport, Footprint]:
         num_features=spec.num_features,
         num_stored=spec.num_captured * spec.width,
         bytes_per_token=planes * width,
+        num_batches=num_batches,
         device=session.device,
     )
     require_memory(footprint, session.device)

@@ -3,15 +3,15 @@
 S context tokens   L captured layers   D hidden size, or the rank of a projection   A anchors
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shared.codec import Packed
+from shared.codec import Calibration, Packed
 from shared.errors import ConfigError
 from shared.shard import StoredSample
 from trainer.caches import Caches
@@ -53,27 +53,42 @@ class Batch:
     def num_tokens(self) -> int:
         return len(self.token_ids_S)
 
+    def parts(self, num_anchors: int | None) -> "list[Batch]":
+        """The same row with so many of its anchors at a time; None: with all."""
+        if num_anchors is None:
+            return [self]
+        pairs = zip(
+            torch.split(self.anchor_A, num_anchors),
+            torch.split(self.anchor_valid_A, num_anchors),
+            strict=True,
+        )
+        return [replace(self, anchor_A=a_A, anchor_valid_A=valid_A) for a_A, valid_A in pairs]
+
+    def pin(self) -> "Batch":
+        """A copy in page-locked memory: a GPU reads it faster, and nobody has to wait meanwhile."""
+        return self._each(Tensor.pin_memory)
+
     def to(self, device: torch.device) -> "Batch":
         if device.type == "cpu":
             return self
-        moved = {
-            name: getattr(self, name).pin_memory().to(device, non_blocking=True)
-            for name in (
-                "token_ids_S",
-                "loss_mask_S",
-                "document_S",
-                "position_S",
-                "anchor_A",
-                "anchor_valid_A",
-            )
-        }
-        return Batch(
-            **moved,
-            packed=self.packed.to(device, non_blocking=True),
-            calibrations=self.calibrations,
-            sample_ids=self.sample_ids,
-            epoch=self.epoch,
-            bucket=self.bucket,
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        packed = self.packed
+        return replace(
+            self,
+            token_ids_S=change(self.token_ids_S),
+            loss_mask_S=change(self.loss_mask_S),
+            document_S=change(self.document_S),
+            position_S=change(self.position_S),
+            anchor_A=change(self.anchor_A),
+            anchor_valid_A=change(self.anchor_valid_A),
+            packed=replace(
+                packed,
+                planes_PTW=change(packed.planes_PTW),
+                outlier_position=change(packed.outlier_position),
+                outlier_bits=change(packed.outlier_bits),
+            ),
         )
 
 
@@ -109,6 +124,8 @@ class Features:
     def __init__(self, cache: Caches, device: torch.device) -> None:
         self._cache = cache
         self._device = device
+        self._calibrations: dict[str | None, Calibration | None] = {}
+        """Those met so far, on the device."""
 
     def unpack(self, batch: Batch) -> Tensor:
         """The drafter's features, bfloat16 [S, L, D]: of the tapped blocks alone, or [S, 1, R]
@@ -126,9 +143,7 @@ class Features:
     def _unpack(self, batch: Batch) -> Tensor:
         packed, parts, begin = batch.packed, [], 0
         for name, end in batch.calibrations:
-            calibration = self._cache.calibration(name)
-            if calibration is not None:
-                calibration = calibration.to(self._device)
+            calibration = self._calibration(name)
             size = packed.values_per_token
             inside = (packed.outlier_position >= begin * size) & (
                 packed.outlier_position < end * size
@@ -144,6 +159,12 @@ class Features:
             parts.append(self._cache.codec.unpack(part, calibration))
             begin = end
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _calibration(self, name: str | None) -> Calibration | None:
+        if name not in self._calibrations:
+            found = self._cache.calibration(name)
+            self._calibrations[name] = None if found is None else found.to(self._device)
+        return self._calibrations[name]
 
 
 def collate(

@@ -32,8 +32,9 @@ from trainer.step import autocast, batch_loss, forward_blocks
 from trainer.teacher import teacher_of
 
 ANCHORS_PER_FORWARD = 256
-LOGITS_BYTES = 2**25
-"""Of the slots whose logits exist at one time, in float32."""
+LOGITS_BYTES, GPU_LOGITS_BYTES = 2**25, 2**29
+"""Of the slots whose logits exist at one time, in float32. A GPU would wait for the LM head, which
+is read again for each such part."""
 
 
 @torch.no_grad()
@@ -114,9 +115,10 @@ def _add_anchors(
     return chain_accepted(rank_AP, num_gold_A), tree_AU
 
 
-def slots_per_chunk(vocab_size: int) -> int:
+def slots_per_chunk(vocab_size: int, device: torch.device) -> int:
     """Slots of which the logits are held at one time."""
-    return max(LOGITS_BYTES // (vocab_size * 4), 1)
+    held = LOGITS_BYTES if device.type == "cpu" else GPU_LOGITS_BYTES
+    return max(held // (vocab_size * 4), 1)
 
 
 def _ranked(
@@ -124,7 +126,7 @@ def _ranked(
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
     """Best tokens of every slot and their log-probabilities, ties by rising id, [A, P, T] each."""
     log_ps, tokens = [], []
-    size = slots_per_chunk(len(lm_head_VD))
+    size = slots_per_chunk(len(lm_head_VD), lm_head_VD.device)
     room_MV = hidden_APD.new_empty((size, len(lm_head_VD)), dtype=torch.float32)
     for hidden_MD in torch.split(hidden_APD.flatten(0, 1).to(lm_head_VD.dtype), size):
         narrow_MV = room_for_logits(len(hidden_MD), lm_head_VD)

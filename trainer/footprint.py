@@ -10,7 +10,7 @@ F = L*D, or the rank of a projection   V vocabulary   c bytes of the compute typ
 import math
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -115,6 +115,7 @@ def estimate(
     num_features: int,
     num_stored: int,
     bytes_per_token: int,
+    num_batches: int,
     device: torch.device,
 ) -> Footprint:
     """The peak of a run whose largest micro-batch is `batch`.
@@ -125,6 +126,7 @@ def estimate(
         num_features: values of one token that `fc` reads, F.
         num_stored: those and, where the cache has it, the last hidden state.
         bytes_per_token: of the stored states, unpacked from their compression.
+        num_batches: micro-batches whose gradients are added up for a step.
     """
     held = {tensor.data_ptr(): tensor.nbytes for tensor in head}
     lm_head_VD = list(head)[-1]
@@ -132,12 +134,15 @@ def estimate(
     count = num_parameters(config.drafter, hidden_size, num_features)
     c = 2 if config.train.compute_dtype == "bfloat16" else _FLOAT
     copies = count * c if c < _FLOAT else 0
+    together = min(config.anchors.per_forward or batch.num_anchors, batch.num_anchors)
+    num_forwards = num_batches * -(-batch.num_anchors // together)
+    batch = replace(batch, num_anchors=together)
     kept = _activations(config, batch, hidden_size, num_features, device)
-    slots = batch.num_anchors * config.drafter.block_size
+    slots = together * config.drafter.block_size
     features = batch.num_tokens * num_stored * 2
-    if c < _FLOAT and num_stored == num_features:
+    if c < _FLOAT and num_stored == num_features and device.type == "cpu":
         features = 0  # the very tensor that `fc` keeps
-    blocks = min(config.loss.anchors_per_chunk, batch.num_anchors)
+    blocks = min(config.loss.anchors_per_chunk, together)
     logits = (
         blocks * (config.drafter.block_size - 1) * vocab_size * _bytes_per_logit(config, device)
     )
@@ -147,8 +152,10 @@ def estimate(
     copies += drafter.num_layers * hidden_size * (queries + 4 * keys) * c
     passing = slots * max(2 * c * drafter.intermediate_size, 3 * _FLOAT * queries)
     step = features + kept + max(logits, passing)
+    if num_forwards > 1:  # the second one's activations are there beside the first one's gradients
+        step += count * _FLOAT
     blocks = min(ANCHORS_PER_FORWARD, heldout_anchors)
-    ranked = min(slots_per_chunk(vocab_size), blocks * (config.drafter.block_size - 1))
+    ranked = min(slots_per_chunk(vocab_size, device), blocks * (config.drafter.block_size - 1))
     forward = 3 * c * blocks * config.drafter.block_size * config.drafter.intermediate_size
     evaluation = max(ranked * vocab_size * 2 * _FLOAT, forward)
     return Footprint(
@@ -201,7 +208,13 @@ def _activations(
         tiles = -(-slots // TILE_QUERIES)
         seen = slots + min(tiles * context, context + tiles * batch.longest // 2)
         mask = seen * TILE_QUERIES
-    return c * (drafter.num_layers * layer + fusion + ends + angles) + mask
+    kept = c * (drafter.num_layers * layer + fusion + ends + angles) + mask
+    if device.type != "cpu":  # its norm keeps a copy in float32 of what it reads
+        normed = slots * (2 * hidden_size + queries) + (context + slots) * keys
+        kept += (_FLOAT - c) * (
+            drafter.num_layers * normed + context * hidden_size + slots * hidden_size
+        )
+    return kept
 
 
 def memory_of(device: torch.device) -> int:
@@ -222,9 +235,9 @@ def require_memory(footprint: Footprint, device: torch.device) -> None:
     if needed > memory:
         raise ConfigError(
             f"training needs about {size(needed)} ({footprint}), {device} has "
-            f"{size(memory)} in all. Lower sampler.tokens_per_batch or "
-            "anchors.per_sample (activations), loss.anchors_per_chunk (logits), or the drafter's "
-            "sizes (weights, moments, gradients)."
+            f"{size(memory)} in all. Lower anchors.per_forward or sampler.tokens_per_batch "
+            "(activations), loss.anchors_per_chunk (logits), or the drafter's sizes (weights, "
+            "moments, gradients)."
         )
 
 

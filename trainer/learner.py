@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shared import config as configs
-from shared.errors import DraftCacheError, NonFiniteError
+from shared.errors import DraftCacheError, NonFiniteError, RunError
 from shared.memory import trim_heap
 from trainer.batch import Batch, require_no_mask_token
 from trainer.drafter import fit_start_
@@ -114,7 +114,11 @@ class Learner:
         totals = StepTotals(config.drafter.block_size, self.session.device)
         first = self.step * config.train.batches_per_step
         for number in range(first + ranks.rank, first + config.train.batches_per_step, ranks.size):
-            self._add_gradients(next(batches), number, scale, totals)
+            batch = next(batches)
+            try:
+                self._add_gradients(batch, number, scale, totals)
+            except torch.OutOfMemoryError as error:
+                raise self._too_large(batch, error) from error
         totals.sum_(ranks)
         ranks.sum_(weight.grad for weight in drafter.parameters() if weight.grad is not None)
         grad_norm = math.nan
@@ -150,19 +154,30 @@ class Learner:
         features_SLD = add_noise(features_SLD, scale, generator)
         if config.train.zero_features:
             features_SLD = torch.zeros_like(features_SLD)
-        with autocast(session.device, config.train.compute_dtype):
-            forward = forward_blocks(
-                session.drafter, session.head, batch, features_SLD, config.drafter.mask_token_id
+        for part in batch.parts(config.anchors.per_forward):
+            with autocast(session.device, config.train.compute_dtype):
+                forward = forward_blocks(
+                    session.drafter, session.head, part, features_SLD, config.drafter.mask_token_id
+                )
+            loss = batch_loss(
+                forward,
+                session.head,
+                self.weigh,
+                teacher_of(config.loss, session.head, last_hidden_SD, forward.blocks),
+                anchors_per_chunk=config.loss.anchors_per_chunk,
             )
-        loss = batch_loss(
-            forward,
-            session.head,
-            self.weigh,
-            teacher_of(config.loss, session.head, last_hidden_SD, forward.blocks),
-            anchors_per_chunk=config.loss.anchors_per_chunk,
+            loss.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            totals.add_loss(forward, loss)
+        totals.add_batch(batch)
+
+    def _too_large(self, batch: Batch, error: torch.OutOfMemoryError) -> RunError:
+        reason = str(error).splitlines()[0][:200]
+        return RunError(
+            f"step {self.step + 1}: {self.session.device} does not hold a micro-batch of "
+            f"{batch.num_tokens} tokens and {len(batch.anchor_A)} anchors ({reason}). Set "
+            "anchors.per_forward, or lower it, and run the same command again; where much is "
+            "reserved but not allocated, PYTORCH_ALLOC_CONF=expandable_segments:True helps too."
         )
-        loss.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        totals.add(batch, forward, loss)
 
     def _refuse_step(self, totals: StepTotals, grad_norm: float) -> None:
         """Write down the samples of a step that must not reach the weights; stop or go on."""

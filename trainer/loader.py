@@ -47,14 +47,21 @@ class Loader:
         config: LoaderConfig,
         anchors: AnchorConfig,
         seed: int,
+        pin: bool = False,
     ) -> None:
-        """`positions` maps the sampler's sample numbers to positions in the cache's index."""
+        """Start reading when it is iterated.
+
+        Args:
+            positions: maps the sampler's sample numbers to positions in the cache's index.
+            pin: put micro-batches where a GPU reads them fastest.
+        """
         self._cache = cache
         self._positions = positions
         self._stream = stream
         self._config = config
         self._anchors = anchors
         self._seed = seed
+        self._pin = pin
         self._pool = ThreadPoolExecutor(config.num_threads, thread_name_prefix="loader")
         self._pending: deque[Future[Batch]] = deque()
         self._stats = LoaderStats()
@@ -117,4 +124,5 @@ class Loader:
                 raise RunError(f"sample {sample_id} has no anchor although the index counts some.")
             samples.append(sample)
             anchors.append(drawn)
-        return collate(samples, anchors, epoch=planned.epoch, bucket=planned.bucket)
+        batch = collate(samples, anchors, epoch=planned.epoch, bucket=planned.bucket)
+        return batch.pin() if self._pin else batch

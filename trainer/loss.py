@@ -236,9 +236,8 @@ def _reduce(
         part = slice(start, start + num_rows)
         logits_RV, label_R = logits_MV[part], label_M[part]
         wide_RV = logits_RV.to(torch.float32, copy=True)
-        peak_R = wide_RV.amax(dim=-1)
         gold_R = wide_RV.gather(1, label_R[:, None])[:, 0]
-        correct_R = _is_first_peak(wide_RV, label_R, gold_R == peak_R)
+        peak_R, correct_R = _peak(wide_RV, label_R, gold_R)
         if teacher is not None and own_MV is not None:
             loss_R, error_RV = teacher.diverge(own_MV[part], wide_RV)
         sum_R = wide_RV.sub_(peak_R[:, None]).exp_().sum(dim=-1)
@@ -252,9 +251,16 @@ def _reduce(
     return _Rows(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def _is_first_peak(logits_MV: Tensor, label_M: Tensor, is_peak_M: Tensor) -> Tensor:
-    """Whether the label is what argmax gives. Only rows whose label is a peak are searched."""
-    is_first_M = torch.zeros_like(is_peak_M)
-    peaks = is_peak_M.nonzero().flatten()
+def _peak(logits_MV: Tensor, label_M: Tensor, gold_M: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest logit, and whether the label is what argmax gives: the first that has it.
+
+    On a CPU only rows whose label is a peak are searched; of a GPU it would have to be asked which.
+    """
+    if logits_MV.device.type != "cpu":
+        peak_M, first_M = logits_MV.max(dim=-1)
+        return peak_M, first_M == label_M
+    peak_M = logits_MV.amax(dim=-1)
+    is_first_M = torch.zeros_like(label_M, dtype=torch.bool)
+    peaks = (gold_M == peak_M).nonzero().flatten()
     is_first_M[peaks] = logits_MV[peaks].argmax(dim=-1) == label_M[peaks]
-    return is_first_M
+    return peak_M, is_first_M

@@ -120,19 +120,22 @@ def join(device: str) -> Iterator[Ranks]:
         return
     local_rank = int(os.environ["LOCAL_RANK"])
     if picked.type == "cuda":
-        torch.cuda.set_device(_gpu_of(device, picked, local_rank, size))
+        torch.cuda.set_device(_gpu_of(device, local_rank, size))
     # Default arguments in this module hold the group that there is when it is first imported, as
     # building an optimizer does. Held, the group is not destroyed below, and its threads may abort
     # the process at its end.
     importlib.import_module("torch.distributed.nn.functional")
-    dist.init_process_group("nccl" if picked.type == "cuda" else "gloo", timeout=_TIMEOUT)
+    # What is gathered goes through the CPU: whoever waits there notices at once that one is gone.
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if picked.type == "cuda" else "gloo", timeout=_TIMEOUT
+    )
     yield Ranks(dist.get_rank(), size, local_rank)
     dist.destroy_process_group()  # after an error the others may be gone: the process ends anyway
 
 
-def _gpu_of(device: str, picked: torch.device, local_rank: int, size: int) -> int:
+def _gpu_of(device: str, local_rank: int, size: int) -> int:
     """Number of the GPU of one rank: its own, or for the only rank of a machine the one named."""
-    if device == "auto" or picked.index is None:
+    if device == "auto" or torch.device(device).index is None:
         require_gpu(local_rank, f"torchrun --nproc-per-node, rank {local_rank} of this machine")
         return local_rank
     if (local_size := int(os.environ.get("LOCAL_WORLD_SIZE", size))) > 1:
@@ -140,4 +143,4 @@ def _gpu_of(device: str, picked: torch.device, local_rank: int, size: int) -> in
             f"train.device {device!r}: all {local_size} ranks of this machine would take that one "
             "GPU. Set it to cuda or auto: each rank then takes its own."
         )
-    return picked.index
+    return torch.device(device).index

@@ -132,8 +132,12 @@ class AnchorConfig:
     per_sample: int = 512
     """Anchors drawn from one sample at most, new every epoch (paper: 512)."""
 
+    per_forward: int | None = None
+    """Anchors of a micro-batch that go through the drafter together; unset: all. Fewer take less
+    memory, and as much more time as the context takes again. Only rounding depends on it."""
+
     def __post_init__(self) -> None:
-        require_range(self, "per_sample", 1)
+        require_range(self, "per_sample per_forward", 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,6 +27,7 @@ _FREE_SECTIONS = ("run", "loader", "evaluate", "checkpoint", "tracking")
 """Settings that may change when a run is resumed: they do not touch what is learned."""
 
 _FREE_KEYS = (
+    "anchors.per_forward",
     "cache.path",
     "train.device",
     "train.on_nonfinite",

@@ -27,6 +27,7 @@ _MASK_SHARDS = 4
 """Shards whose text is searched for the mask token at the start."""
 _BYTES_PER_PARAMETER = 16
 """Weight, gradient and two moments in float32."""
+_GPU_HEAD_DIM = 16
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -57,6 +58,7 @@ class Session:
             RunError: nothing to train on.
         """
         device = pick_device(config.train.device, local_rank)
+        enter_device(device)
         cache = Caches(
             config.cache.paths,
             generations=generations,
@@ -66,6 +68,7 @@ class Session:
         check_teacher(config.loss, cache)
         check_mask_token(config.drafter, cache)
         check_size(config.drafter, cache, device)
+        check_head(config.drafter, device)
         dtype = torch.bfloat16 if config.train.compute_dtype == "bfloat16" else torch.float32
         drafter = Drafter(
             config.drafter,
@@ -126,8 +129,19 @@ def pick_device(name: str, local_rank: int = 0, *, setting: str = "train.device"
     if device.type == "meta":
         raise ConfigError(f"{setting} {name!r}: holds no values. Choose cpu, cuda or auto.")
     if device.type == "cuda":
-        require_gpu(device.index or 0, f"{setting} {name!r}")
+        device = torch.device("cuda", local_rank if device.index is None else device.index)
+        require_gpu(device.index, f"{setting} {name!r}")
     return device
+
+
+def enter_device(device: torch.device) -> None:
+    """Make a GPU the one that is meant where none is named, and begin to use it.
+
+    Kernels of Triton and functions of `torch.cuda` mean the first one otherwise.
+    """
+    if device.type == "cuda":
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        torch.cuda.set_device(device)
 
 
 def require_gpu(number: int, where: str) -> None:
@@ -220,6 +234,19 @@ def check_size(config: DrafterConfig, cache: Caches, device: torch.device) -> No
             f"drafter: {total:,} parameters need {needed / 2**30:,.1f} GiB to be trained, {device} "
             f"has {memory / 2**30:,.1f} GiB in all. Look at drafter.num_layers, intermediate_size, "
             "num_heads and head_dim."
+        )
+
+
+def check_head(config: DrafterConfig, device: torch.device) -> None:
+    """Refuse heads that the attention of a GPU cannot have.
+
+    Raises:
+        ConfigError: too few channels.
+    """
+    if device.type == "cuda" and config.head_dim < _GPU_HEAD_DIM:
+        raise ConfigError(
+            f"drafter.head_dim {config.head_dim}: on a GPU heads have {_GPU_HEAD_DIM} channels or "
+            "more (flex_attention). Raise it, or set train.device = 'cpu'."
         )
 
 

@@ -4,8 +4,14 @@ On a CPU with bfloat16 units each new shape of a matrix product leaves 1 to 2 MB
 a compiled kernel and its buffers, in oneDNN's and torch's caches. A run meets a new shape in most
 of its steps, and grew by 1.5 GB in its first hundred. So rows are filled up to round sizes.
 
+On a GPU flex_attention is compiled for sizes that vary, but anew where there is one block of
+queries alone, and with another kernel where there is less than one. So rows fill whole blocks, two
+at least.
+
 S context tokens   A anchors   K block size   Q = A*K
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -17,14 +23,14 @@ CONTEXT_STEP = 64
 QUERY_STEP = 64
 """Draft slots."""
 
+GPU_CONTEXT_STEP, GPU_QUERY_STEP = 128, 256
+"""One block of keys and two of queries: see `trainer.flex`."""
+
 
 def round_steps(device: torch.device, block_size: int) -> tuple[int, int]:
-    """Of what numbers of context tokens and of anchors are to be multiples.
-
-    Of one on a GPU, which compiles for sizes that vary.
-    """
+    """Of what numbers of context tokens and of anchors are to be multiples."""
     if device.type != "cpu":
-        return 1, 1
+        return GPU_CONTEXT_STEP, GPU_QUERY_STEP // math.gcd(GPU_QUERY_STEP, block_size)
     return CONTEXT_STEP, max(QUERY_STEP // block_size, 1)
 
 

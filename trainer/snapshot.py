@@ -146,8 +146,8 @@ def _to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         ).copy_(tensor.detach(), non_blocking=tensor.is_cuda)
         for name, tensor in tensors.items()
     }
-    if any(tensor.is_cuda for tensor in tensors.values()):
-        torch.cuda.synchronize()
+    for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+        torch.cuda.synchronize(device)
     return copies
 
 

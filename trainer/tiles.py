@@ -4,9 +4,8 @@ Letters as in `trainer.attention`; R = N/G query heads of one key head, P querie
 M keys that a tile sees.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,14 +13,12 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
 from trainer.shapes import widen
+from trainer.spans import Predicate
 
 TILE_QUERIES = 128
 """Queries of one tile. Forward and backward of 64 blocks of 16 over 1,024 tokens, 9 heads of 64 on
 3 key heads, bfloat16, 2 threads: 70 ms of CPU in one document and 47 ms in four. Tiles of 64 and
 256 are within a fifth of that; 32 loses a third."""
-
-Predicate: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(batch, head, query, key) -> bool, broadcast over integer tensors: flex_attention's mask_mod."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)

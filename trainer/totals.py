@@ -1,5 +1,6 @@
 """What one optimizer step adds up over its micro-batches."""
 
+import math
 from typing import Any
 
 import torch
@@ -14,13 +15,14 @@ class StepTotals:
     """Sums over the micro-batches of one optimizer step.
 
     Attributes:
-        loss_sum: weighted cross-entropy or divergence, nats (total variation: a probability).
+        loss_sum: weighted cross-entropy or divergence, nats (total variation: a probability). NaN
+            before `sum_`, as below.
         weight_sum: the loss weights; what the gradients are divided by.
     """
 
     def __init__(self, block_size: int, device: torch.device) -> None:
-        self.loss_sum = 0.0
-        self.weight_sum = 0.0
+        self.loss_sum = self.weight_sum = math.nan
+        self._sums = torch.zeros(2, dtype=torch.float64, device=device)
         self._samples: list[tuple[str, ...]] = []
         self._num_tokens = 0
         self._num_anchors = 0
@@ -29,22 +31,27 @@ class StepTotals:
         self._correct_K = torch.zeros(block_size, device=device)
         self._counted_K = torch.zeros_like(self._correct_K)
 
-    def add(self, batch: Batch, forward: Forward, loss: BlockLoss) -> None:
-        """Count one micro-batch. Waits for the device."""
-        self.loss_sum += float(loss.loss_sum.detach())
-        self.weight_sum += float(loss.weight_sum)
+    def add_loss(self, forward: Forward, loss: BlockLoss) -> None:
+        """Count one forward. Does not wait for the device."""
+        self._sums += torch.stack([loss.loss_sum.detach(), loss.weight_sum])
+        self._correct_K += loss.correct_AK.sum(0)
+        self._counted_K += forward.blocks.supervised_AK.sum(0)
+
+    def add_batch(self, batch: Batch) -> None:
+        """Count one micro-batch, apart from its loss."""
         self._samples.append(batch.sample_ids)
         self._num_tokens += batch.num_tokens
         self._num_anchors += len(batch.anchor_A)
         self._buckets.append(batch.bucket)
         self._epoch = batch.epoch
-        self._correct_K += loss.correct_AK.sum(0)
-        self._counted_K += forward.blocks.supervised_AK.sum(0)
 
     def sum_(self, ranks: Ranks) -> None:
-        """Make these the sums over all ranks; samples and buckets in the order of the stream."""
-        counts = [self.loss_sum, self.weight_sum, self._num_tokens, self._num_anchors]
-        sums = torch.tensor(counts, dtype=torch.float64, device=self._correct_K.device)
+        """Make these the sums over all ranks; samples and buckets in the order of the stream.
+
+        Waits for the device.
+        """
+        counts = torch.tensor([self._num_tokens, self._num_anchors], dtype=torch.float64)
+        sums = torch.cat([self._sums, counts.to(self._sums.device)])
         ranks.sum_([sums, self._correct_K, self._counted_K])
         self.loss_sum, self.weight_sum, num_tokens, num_anchors = sums.tolist()
         self._num_tokens, self._num_anchors = int(num_tokens), int(num_anchors)

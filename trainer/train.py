@@ -30,7 +30,7 @@ from trainer.queue_trend import QueueTrend
 from trainer.ranks import ALONE, Ranks
 from trainer.run import Run
 from trainer.sampler import iterate
-from trainer.session import Session, pick_device, require_unused_mask_token
+from trainer.session import Session, enter_device, pick_device, require_unused_mask_token
 from trainer.snapshot import Snapshot
 from trainer.stop import StopRequest
 from trainer.tracking import Tracker, finite
@@ -66,9 +66,13 @@ class Training:
             self.run.require_outside(config.train.init_from)
         snapshot = None if is_fresh else self.run.newest_checkpoint()
         generations = None if snapshot is None else generations_of(snapshot.cache)
-        self.meter = Meter(pick_device(config.train.device, ranks.local_rank))
+        device = pick_device(config.train.device, ranks.local_rank)
+        enter_device(device)
+        self.meter = Meter(device)
         self.session = Session.open(config, generations=generations, local_rank=ranks.local_rank)
-        self.order, self.footprint = measure_order(self.session)
+        self.order, self.footprint = measure_order(
+            self.session, config.train.batches_per_step // ranks.size
+        )
         self.learner = Learner(self.session, self.run, ranks)
         if snapshot is None:
             self.learner.begin(WarmStart.read(self.session))
@@ -316,6 +320,7 @@ class Training:
             config=config.loader,
             anchors=config.anchors,
             seed=config.train.seed,
+            pin=session.device.type == "cuda",
         )
 
     def _check(self, snapshot: Snapshot) -> None:

@@ -1,10 +1,12 @@
 """Taps see the output of the block they name, nothing above the last one runs."""
 
+import gc
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -151,6 +153,37 @@ def test_nothing_above_the_last_tap_is_run() -> None:
         module.register_forward_hook(lambda *_, name=name: ran.append(name))
     target.capture([ids(5)])
     assert ran == ["block 0"]  # block 1 is cut by the tap's own hook, which comes first
+
+
+def test_a_forward_that_memory_does_not_hold_leaves_no_states_behind() -> None:
+    model, states = tiny("llama"), []
+    target = Target(model, (0, 3), CPU)
+    blocks = Decoder.find(model).layers
+    blocks[0].register_forward_hook(lambda module, inputs, output: states.append(ref(output)))
+
+    def run_out(module: torch.nn.Module, inputs: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    handle = blocks[2].register_forward_pre_hook(run_out)
+    with pytest.raises(torch.OutOfMemoryError):
+        target.capture([ids(5)])
+    gc.collect()  # the traceback that pytest has kept
+    assert [state() for state in states] == [None]
+    handle.remove()
+    assert target.capture([ids(5)])[0].shape == (5, 2, 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_gives_the_states_of_a_cpu(tiny_target: Path) -> None:
+    texts = [ids(30, seed=1) % 64, ids(9, seed=2) % 64]
+    on_cpu, on_gpu = (
+        Target.load(tiny_target, CONFIG, (0, 1), "post_norm", device)
+        for device in ("cpu", "cuda:0")
+    )
+    for left, right in zip(on_gpu.capture(texts), on_cpu.capture(texts), strict=True):
+        assert left.device.type == "cuda"
+        assert (left.cpu().float() - right.float()).norm() < 0.01 * right.float().norm()
 
 
 @pytest.mark.parametrize("layer_ids", [(-1,), (4,), ()], ids=["negative", "too-high", "none"])

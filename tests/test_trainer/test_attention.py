@@ -5,9 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, create_mask
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
-from trainer.attention import attend, block_visibility, build_mask
+from trainer.attention import attend, build_mask
+from trainer.flex import compiled_flex_attention, cut_blocks
+from trainer.shapes import fill, round_steps
+from trainer.spans import Predicate, visible_spans
 from trainer.tiles import TiledMask, cut_tiles
 
 pytestmark = pytest.mark.filterwarnings(
@@ -17,12 +21,16 @@ pytestmark = pytest.mark.filterwarnings(
 Row = tuple[Tensor, Tensor, Tensor, int]
 
 
+def block_visibility(row: Row, window: int | None = None) -> Predicate:
+    return visible_spans(*row, window).predicate()
+
+
 def table(row: Row, window: int | None = None) -> Tensor:
     """The rule as torch expands it, bool [Q, T]."""
     document_S, anchor_A, _, block_size = row
     num_queries = len(anchor_A) * block_size
     num_keys = len(document_S) + num_queries
-    visible = block_visibility(*row, window)
+    visible = block_visibility(row, window)
     return create_mask(visible, None, None, num_queries, num_keys, "cpu")[0, 0]
 
 
@@ -123,7 +131,7 @@ def test_predicate_and_tiles_say_what_the_words_say(
 ) -> None:
     row = random_row(seed, lengths, padding, num_anchors, block)
     num_context, num_queries = len(row[0]), num_anchors * block
-    visible = block_visibility(*row, window)
+    visible = block_visibility(row, window)
     tiles = cut_tiles(visible, num_context, num_queries, blocks_per_tile * block)
     assert torch.equal(table(row, window), in_words(row, window))
     assert torch.equal(expand(tiles, num_context, num_queries), in_words(row, window))
@@ -164,7 +172,7 @@ def test_tiles_touch_little_more_than_the_document_they_need() -> None:
 
 def test_tiles_give_the_values_and_gradients_of_the_dense_table() -> None:
     row = random_row(3, [9, 4, 7], 2, 7, 4)
-    tiles = cut_tiles(block_visibility(*row), 22, 28, 8)
+    tiles = cut_tiles(block_visibility(row), 22, 28, 8)
     results = []
     for mask in (table(row), tiles):
         qkv = random_qkv(row, torch.float64)
@@ -178,7 +186,7 @@ def test_tiles_give_the_values_and_gradients_of_the_dense_table() -> None:
 
 def test_gradients_of_tiles_in_bfloat16_are_as_good_as_those_of_the_dense_table() -> None:
     row = random_row(3, [90, 40, 70], 2, 12, 16)
-    tiles = cut_tiles(block_visibility(*row), 202, 192, 64)
+    tiles = cut_tiles(block_visibility(row), 202, 192, 64)
 
     def gradients(mask: Tensor | TiledMask, dtype: torch.dtype) -> list[Tensor]:
         qkv = [x.detach().bfloat16().to(dtype).requires_grad_() for x in random_qkv(row, dtype)]
@@ -194,11 +202,79 @@ def test_gradients_of_tiles_in_bfloat16_are_as_good_as_those_of_the_dense_table(
         assert error < max(2 * usual, 0.01)
 
 
+def listed(mask: BlockMask) -> list[list[list[int]]]:
+    """Columns of the blocks of each row, in the order in which the kernels walk through them."""
+    pairs = [
+        (mask.kv_num_blocks, mask.kv_indices),
+        (mask.full_kv_num_blocks, mask.full_kv_indices),
+        (mask.q_num_blocks, mask.q_indices),
+        (mask.full_q_num_blocks, mask.full_q_indices),
+    ]
+    rows = []
+    for count, index in pairs:
+        assert count is not None
+        assert index is not None
+        assert (count.dtype, index.dtype) == (torch.int32, torch.int32)
+        of_rows = zip(count[0, 0].tolist(), index[0, 0].tolist(), strict=True)
+        rows.append([columns[:number] for number, columns in of_rows])
+    return rows
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 99),
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=3),
+    padding=st.integers(0, 9),
+    num_anchors=st.integers(1, 9),
+    block=st.integers(2, 5),
+    size=st.integers(1, 8),
+    window=st.one_of(st.none(), st.integers(1, 20)),
+)
+def test_blocks_are_those_that_torch_finds_by_asking_every_pair(
+    seed: int,
+    lengths: list[int],
+    padding: int,
+    num_anchors: int,
+    block: int,
+    size: int,
+    window: int | None,
+) -> None:
+    row = random_row(seed, lengths, padding, num_anchors, block)
+    found = cut_blocks(visible_spans(*row, window), size)
+    sizes = (num_anchors * block, len(row[0]) + num_anchors * block)
+    visible = block_visibility(row, window)
+    expected = create_block_mask(visible, None, None, *sizes, "cpu", BLOCK_SIZE=size)
+    assert listed(found) == listed(expected)
+    assert found.shape == expected.shape
+    assert found.BLOCK_SIZE == expected.BLOCK_SIZE
+
+
 def test_flex_attention_gives_the_values_of_the_dense_table() -> None:
-    row = random_row(5, [9, 4, 7], 2, 7, 4)
-    mask = create_block_mask(block_visibility(*row), None, None, 28, 50, "cpu")
+    row = random_row(5, [90, 40, 70], 2, 27, 10)
     q, k, v = (x.detach() for x in random_qkv(row, torch.float32))  # no backward on CPU
-    torch.testing.assert_close(attend(q, k, v, mask), attend(q, k, v, table(row)))
+    for window in (None, 24):
+        mask = cut_blocks(visible_spans(*row, window))
+        torch.testing.assert_close(attend(q, k, v, mask), attend(q, k, v, table(row, window)))
+
+
+@pytest.mark.slow
+def test_flex_attention_is_compiled_once_whatever_the_sizes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beyond eight times torch would go on with a form that holds all scores."""
+    count = CompileCounterWithBackend("eager")
+    run = compiled_flex_attention.__wrapped__(count)
+    steps = round_steps(torch.device("cuda"), 16)
+    for seed, (num_context, num_anchors, window) in enumerate(
+        [(700, 90, None), (128, 1, None), (300, 33, 64), (50, 70, None), (512, 32, 2048)]
+    ):
+        document_S, anchor_A, valid_A, block = random_row(seed, [num_context], 0, num_anchors, 16)
+        row = (fill(document_S, steps[0], -1), fill(anchor_A, steps[1]), fill(valid_A, steps[1]))
+        q, k, v = (x.detach() for x in random_qkv((*row, block), torch.float32))
+        mask = cut_blocks(visible_spans(*row, block, window))
+        out = run(q[None], k[None], v[None], block_mask=mask, enable_gqa=True)[0]
+        torch.testing.assert_close(out, attend(q, k, v, table((*row, block), window)))
+    assert count.frame_count == 1
 
 
 def test_padding_has_finite_output_and_gradient() -> None:
@@ -218,18 +294,24 @@ def test_row_without_anchors_is_refused() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_block_mask_on_cuda_gives_the_values_and_gradients_of_the_dense_table() -> None:
+@pytest.mark.filterwarnings("default")  # of the compiler, on what it could do better
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-2), (torch.bfloat16, 5e-2)])
+def test_block_mask_on_cuda_gives_the_values_and_gradients_of_the_dense_table(
+    window: int | None, dtype: torch.dtype, tolerance: float
+) -> None:
     row = random_row(7, [200, 90, 150], 72, 24, 16)
+    mask = build_mask(*(x.cuda() for x in row[:3]), row[3], window)
+    assert isinstance(mask, BlockMask)
     results = []
-    on_cuda = build_mask(*(x.cuda() for x in row[:3]), row[3])
-    for mask in (table(row).cuda(), on_cuda):
+    for form in (table(row, window).cuda(), mask):
         generator = torch.Generator("cuda").manual_seed(0)
         q, k, v = (
-            torch.randn(shape, generator=generator, device="cuda").requires_grad_()
+            torch.randn(shape, generator=generator, device="cuda", dtype=dtype).requires_grad_()
             for shape in [(6, 384, 64), (2, 896, 64), (2, 896, 64)]
         )
-        out_NQH = attend(q, k, v, mask)
-        out_NQH.square().sum().backward()
+        out_NQH = attend(q, k, v, form)
+        out_NQH.float().square().sum().backward()
         results.append([out_NQH, q.grad, k.grad, v.grad])
     for dense, block in zip(*results, strict=True):
-        torch.testing.assert_close(block, dense, rtol=2e-2, atol=2e-2)
+        assert (block - dense).norm() < tolerance * dense.norm()

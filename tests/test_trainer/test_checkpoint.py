@@ -659,10 +659,11 @@ def test_sigkill_before_each_change_of_a_save_leaves_whole_checkpoints_only(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_snapshot_of_a_cuda_run_is_whole_when_taken() -> None:
-    model = nn.Linear(4096, 4096).cuda()
+    place = f"cuda:{torch.cuda.device_count() - 1}"  # not the current one, where there are several
+    model = nn.Linear(4096, 4096).to(place)
     optimizer = build_optimizer(model.named_parameters(), CONFIG)
     for _ in range(3):
-        model(torch.ones(8, 4096, device="cuda")).square().mean().backward()
+        model(torch.ones(8, 4096, device=place)).square().mean().backward()
         optimizer.step()
     expected = {name: value.cpu() for name, value in model.state_dict().items()}
     taken = snapshot_of(model, optimizer, 3)
@@ -673,5 +674,5 @@ def test_a_snapshot_of_a_cuda_run_is_whole_when_taken() -> None:
     restore(taken, model, optimizer)
     assert same({name: value.cpu() for name, value in model.state_dict().items()}, expected)
     assert same(snapshot_of(model, optimizer).optimizer, taken.optimizer)
-    model(torch.ones(8, 4096, device="cuda")).square().mean().backward()
+    model(torch.ones(8, 4096, device=place)).square().mean().backward()
     optimizer.step()

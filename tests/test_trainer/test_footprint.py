@@ -17,6 +17,7 @@ from tests.test_trainer.test_stop import lines
 from trainer import config as training
 from trainer import footprint
 from trainer.config import TrainConfig
+from trainer.drafter import num_parameters
 from trainer.sampler import EpochPlan
 from trainer.train import Training, train
 
@@ -25,14 +26,16 @@ CPU = torch.device("cpu")
 
 
 def shaped(config: TrainConfig, **shape: Any) -> TrainConfig:
-    """`config` with sizes of the drafter, and `tokens`, `anchors`, `dtype` if given."""
+    """`config` with sizes of the drafter, and `tokens`, `anchors`, `dtype` and such if
+    given."""
     tokens, anchors = shape.pop("tokens", 512), shape.pop("anchors", 8)
+    together = shape.pop("together", None)
     dtype = shape.pop("dtype", "float32")
     return replace(
         config,
         drafter=replace(config.drafter, **shape),
         sampler=replace(config.sampler, tokens_per_batch=tokens),
-        anchors=training.AnchorConfig(per_sample=anchors),
+        anchors=training.AnchorConfig(per_sample=anchors, per_forward=together),
         train=replace(config.train, compute_dtype=dtype),
         evaluate=replace(config.evaluate, max_samples=1),
     )
@@ -68,6 +71,10 @@ def measure(config: TrainConfig, pipe: Connection) -> None:
         pytest.param(
             {"anchors": 64, "tokens": 1536, "intermediate_size": 8192, "dtype": "bfloat16"},
             id="bfloat16",
+        ),
+        pytest.param(
+            {"anchors": 64, "tokens": 1536, "intermediate_size": 16_384, "together": 100},
+            id="anchors by parts",
         ),
     ],
 )
@@ -147,6 +154,34 @@ def test_the_peak_is_logged_with_every_step(
     if Path("/proc/self/status").exists():
         assert peaks == sorted(peaks)
         assert peaks[0] > 0
+
+
+def test_gradients_of_what_went_before_are_there_beside_the_activations(
+    tiny_train: MakeTrain, tmp_path: Path
+) -> None:
+    config = tiny_train(tmp_path / "run", tmp_path)
+    size = footprint.BatchSize(num_tokens=512, num_anchors=64, longest=200, mean_tokens=500)
+
+    def largest(num_batches: int, per_forward: int | None, device: str) -> int:
+        anchors = replace(config.anchors, per_forward=per_forward)
+        return footprint.estimate(
+            replace(config, anchors=anchors),
+            size,
+            [torch.empty(272, 64), torch.empty(272, 64)],
+            heldout_anchors=1,
+            num_features=128,
+            num_stored=128,
+            bytes_per_token=128,
+            num_batches=num_batches,
+            device=torch.device(device),
+        ).gradients_or_activations
+
+    gradients = 4 * num_parameters(config.drafter, 64, 128)
+    for device in ("cpu", "cuda"):
+        alone, halved = largest(1, None, device), largest(1, 32, device)
+        assert largest(2, None, device) == alone + gradients
+        assert halved == largest(2, 32, device)
+        assert 0.4 * alone < halved - gradients < 0.7 * alone
 
 
 def test_the_largest_batch_is_found_by_tokens_and_slots() -> None:

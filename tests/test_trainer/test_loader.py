@@ -464,3 +464,25 @@ def test_outliers_move_with_their_sample_in_the_row(tiny_cache: Path) -> None:
     assert len(batch.packed.outlier_bits) >= 2
     for row in (1, len(spiked[0]) + 1):
         assert states_SLD[row, 1, 7] == 29440.0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_pinned_batches_reach_a_gpu_as_they_were_read(tiny_cache: Path) -> None:
+    cache, device = Caches([tiny_cache]), torch.device("cuda:0")
+    expected = [Features(cache, torch.device("cpu")).unpack(batch) for batch in load(cache, 20)]
+    features, found = Features(cache, device), []
+    with Loader(
+        cache,
+        np.arange(len(cache.index)),
+        planned(cache, 20),
+        config=LoaderConfig(num_threads=2, queue_batches=2),
+        anchors=AnchorConfig(per_sample=8),
+        seed=1,
+        pin=True,
+    ) as loader:
+        for batch in loader:
+            assert batch.packed.planes_PTW.is_pinned()
+            found.append(features.unpack(batch.to(device)))
+    for left, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(left.cpu(), right, rtol=1e-2, atol=1e-6)

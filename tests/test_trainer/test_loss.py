@@ -1,6 +1,7 @@
 """Slot weights by hand, and the chunked loss against plain cross-entropy over all logits."""
 
 import math
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -394,3 +395,19 @@ def test_the_logits_of_one_chunk_are_held_at_a_time(
     head = vocab_size * 8 * dtype.itemsize
     num_logits = per_chunk * (block_size - 1) * vocab_size
     assert 0.9 < (peak - head) / (num_logits * dtype.itemsize) < 1.9
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_gives_the_loss_of_a_cpu_and_finds_the_first_of_equal_logits() -> None:
+    hidden_AKD, lm_head_VD, label_AK, supervised_AK = problem()
+    lm_head_VD[1::2] = lm_head_VD[: len(lm_head_VD) - len(lm_head_VD) % 2 : 2]  # pairs of equals
+    results = []
+    for device in ("cpu", "cuda"):
+        inputs = [x.to(device) for x in (hidden_AKD, lm_head_VD, label_AK, supervised_AK)]
+        inputs[0] = inputs[0].detach().requires_grad_()
+        loss = drafter_loss(*inputs, DPACE, anchors_per_chunk=3)
+        given = [getattr(loss, field.name).detach() for field in fields(loss)]
+        results.append([x.cpu() for x in (*given, gradient(loss.loss_sum, inputs[0]))])
+    for on_cpu, on_gpu in zip(*results, strict=True):
+        torch.testing.assert_close(on_gpu, on_cpu, rtol=1e-3, atol=1e-4)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ from trainer import config as training
 from trainer.config import TrainConfig
 from trainer.loader import Loader, LoaderStats
 from trainer.ranks import Ranks, join
-from trainer.recipe import NoiseConfig
-from trainer.session import pick_device
+from trainer.recipe import DrafterConfig, NoiseConfig
+from trainer.session import check_head, pick_device
 from trainer.stop import StopRequest
 from trainer.train import Training, train
 
@@ -154,6 +154,22 @@ def test_a_device_that_is_not_there_or_holds_nothing_is_refused(
     with pytest.raises(ConfigError, match=f"--device '{name}': (holds no values|needs the GPU)"):
         pick_device(name, setting="--device")
     assert pick_device("cuda:0", setting="--device") == torch.device("cuda:0")
+    assert pick_device("cuda") == torch.device("cuda:0")
+
+
+def test_heads_that_the_attention_of_a_gpu_cannot_have_are_refused() -> None:
+    drafter = DrafterConfig(
+        mask_token_id=3,
+        intermediate_size=128,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        rope_theta=1e4,
+    )
+    check_head(drafter, torch.device("cpu"))
+    check_head(replace(drafter, head_dim=16), torch.device("cuda"))
+    with pytest.raises(ConfigError, match=r"drafter.head_dim 8: on a GPU heads have 16"):
+        check_head(drafter, torch.device("cuda"))
 
 
 def test_no_thread_of_the_group_outlives_it(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer import config as training
 from trainer import shapes, step
 from trainer.config import TrainConfig
+from trainer.flex import BLOCK
 from trainer.shapes import CONTEXT_STEP, fill, round_steps, widen
 from trainer.train import Training
 
@@ -110,4 +111,9 @@ def test_a_span_widens_to_round_ends(
 @pytest.mark.parametrize(("block_size", "anchors"), [(8, 8), (16, 4), (7, 9), (128, 1)])
 def test_anchors_fill_about_half_a_tile(block_size: int, anchors: int) -> None:
     assert round_steps(CPU, block_size) == (CONTEXT_STEP, anchors)
-    assert round_steps(torch.device("cuda"), block_size) == (1, 1)
+
+
+@pytest.mark.parametrize(("block_size", "anchors"), [(8, 32), (10, 128), (16, 16), (7, 256)])
+def test_rows_on_a_gpu_fill_whole_blocks(block_size: int, anchors: int) -> None:
+    assert round_steps(torch.device("cuda"), block_size) == (128, anchors)
+    assert anchors * block_size % (2 * BLOCK) == 0

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from shared.cache import Cache
 from shared.errors import ConfigError, NonFiniteError, RunError
 from tests.test_cache_builder.stored import Killer
 from trainer import config as training
+from trainer import learner
 from trainer.checkpoint import load, newest_valid
 from trainer.config import TrainConfig
 from trainer.run import Run
@@ -165,6 +166,46 @@ def test_the_loss_of_a_step_does_not_depend_on_how_it_is_split(
     for other in gradients[1:]:
         for a, b in zip(gradients[0], other, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["decay", "dpace"])
+def test_how_many_anchors_go_together_changes_rounding_alone(
+    tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path, kind: Literal["decay", "dpace"]
+) -> None:
+    loss = training.LossConfig(kind=kind)
+    runs = []
+    for name, per_forward in (("whole", None), ("parts", 3)):
+        config = tiny_train(tmp_path / name, tiny_cache, loss=loss)
+        anchors = replace(config.anchors, per_forward=per_forward)
+        train(replace(config, anchors=anchors))
+        runs.append(metrics(tmp_path / name))
+    counted = ["train/tokens", "train/anchors", "train/samples", "train/buckets", "train/epoch"]
+    for whole, parts in zip(*runs, strict=True):
+        assert whole["train/anchors"] > 2 * 3
+        assert [parts[name] for name in counted] == [whole[name] for name in counted]
+        for name in ("train/loss", "train/weight_sum", "train/grad_norm", "train/accuracy"):
+            assert parts[name] == pytest.approx(whole[name], rel=1e-4), name
+
+
+def test_a_batch_that_memory_does_not_hold_ends_the_run_in_one_line_and_can_be_made_smaller(
+    tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_train(tmp_path / "run", tiny_cache, steps=4)
+    forward, calls = learner.forward_blocks, 0
+
+    def run_out(*given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
+        return forward(*given)
+
+    monkeypatch.setattr(learner, "forward_blocks", run_out)
+    said = r"step 3: cpu does not hold a micro-batch of \d+ tokens and \d+ anchors \(CUDA out of"
+    with pytest.raises(RunError, match=said):
+        train(config)
+    train(replace(config, anchors=replace(config.anchors, per_forward=4)))
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4]
 
 
 def test_killed_at_random_moments_a_run_learns_the_same(
@@ -637,3 +678,46 @@ def test_a_fresh_start_that_is_killed_can_be_made_again(
 
 def _start_afresh(path: Path) -> None:
     Run(path).start_afresh()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("default")  # of the compiler, on what it could do better
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 3e-2)], ids=["float32", "bfloat16"]
+)
+def test_a_gpu_learns_what_a_cpu_learns_and_resumes(
+    tiny_train: MakeTrain,
+    tiny_cache: Path,
+    tmp_path: Path,
+    dtype: Literal["float32", "bfloat16"],
+    tolerance: float,
+) -> None:
+    sliding: dict[str, Any] = {
+        "num_layers": 2,
+        "layer_types": ("full_attention", "sliding_attention"),
+        "sliding_window": 24,
+    }
+    on_cpu = tiny_train(
+        tmp_path / "cpu",
+        tiny_cache,
+        train=training.StepConfig(steps=6, batches_per_step=2, device="cpu", compute_dtype=dtype),
+    )
+    on_cpu = replace(on_cpu, drafter=replace(on_cpu.drafter, **sliding))
+    on_gpu = replace(
+        on_cpu,
+        run=training.RunConfig(path=tmp_path / "gpu"),
+        train=replace(on_cpu.train, device="cuda"),
+    )
+    train(on_cpu)
+    halved = Training(on_gpu)
+    halved._is_done = lambda: halved.step == 4  # type: ignore[method-assign]
+    halved.train()
+    train(on_gpu)
+    expected, found = metrics(tmp_path / "cpu"), metrics(tmp_path / "gpu")
+    assert [line["train/samples"] for line in found] == [line["train/samples"] for line in expected]
+    for left, right in zip(found, expected, strict=True):
+        for name in ("train/loss", "train/grad_norm"):
+            assert left[name] == pytest.approx(right[name], rel=tolerance), name
+    assert found[-1]["heldout/loss"] == pytest.approx(expected[-1]["heldout/loss"], rel=tolerance)
+    assert found[-1]["memory/peak_bytes"] > 0

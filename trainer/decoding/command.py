@@ -12,7 +12,7 @@ from trainer.decoding.prompt_sets import SETS
 from trainer.decoding.prompts import PromptEncoder, collect_prompts, read_rows
 from trainer.decoding.source import DrafterSource
 from trainer.decoding.target import Target
-from trainer.session import pick_device
+from trainer.session import enter_device, pick_device
 
 
 def evaluate_with_target(
@@ -46,6 +46,7 @@ def evaluate_with_target(
     template_arguments = source.template_arguments(template_arguments)
     encoder = PromptEncoder(target_path, template_arguments)
     picked = pick_device(device, setting="--device")
+    enter_device(picked)
     target = Target.load(target_path, source.target_layer_ids, dtype=dtype, device=picked)
     source.require_target(target)
     source.compare_weights(target_path)
