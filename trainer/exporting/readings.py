@@ -53,7 +53,10 @@ def read_dflash(config: dict[str, Any]) -> Reading:
 
 
 def read_dflash_older(config: dict[str, Any]) -> Reading:
-    """The same on transformers 4, and z-lab's MLX loader: no `rope_parameters`."""
+    """The same on transformers 4, and z-lab's MLX loader: no `rope_parameters`.
+
+    MLX gives `yarn` its default gain, whatever is set; that is not replayed.
+    """
     return read_dflash({key: config[key] for key in config if key != "rope_parameters"})
 
 
