@@ -16,6 +16,7 @@ from cache_builder.plan import Plan, find_plans
 from cache_builder.planning import find_or_make_plan
 from cache_builder.projecting import put_projection
 from cache_builder.retirement import recorded_shards
+from cache_builder.taps import warn_of_last_block
 from cache_builder.target import resolve_target, stamp_files
 from cache_builder.tokens import load_template
 from cache_builder.worker import Task
@@ -62,6 +63,7 @@ def build(config: BuildConfig, *, retry_quarantined: bool = False) -> BuildRepor
     stamps = stamp_files(target_path)
     template = load_template(target_path, config.data)
     spec = describe_capture(config, target_path, template)
+    warn_of_last_block(spec.target_layer_ids, spec.target.num_layers)
     path = config.cache.path
     if isinstance(path, Path):
         with writing(path):

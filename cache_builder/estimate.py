@@ -15,6 +15,7 @@ from cache_builder.plan_writer import PlanWriter
 from cache_builder.planning import make_plan, stored_samples
 from cache_builder.projecting import put_projection
 from cache_builder.space import bytes_here, free_bytes
+from cache_builder.taps import warn_of_last_block
 from cache_builder.target import resolve_target, stamp_files
 from cache_builder.tokens import load_template
 from cache_builder.worker import Job, Task, Worker
@@ -42,6 +43,7 @@ def estimate(config: BuildConfig) -> dict[str, Any]:
     stamps = stamp_files(target_path)
     template = load_template(target_path, config.data)
     spec = describe_capture(config, target_path, template)
+    warn_of_last_block(spec.target_layer_ids, spec.target.num_layers)
     path = config.cache.path
     stored = stored_samples(path)
     known = stored.ids

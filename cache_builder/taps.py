@@ -1,6 +1,11 @@
-"""Which blocks of a target are captured, where nobody says."""
+"""Which blocks of a target are captured, where nobody says; and which are better not."""
+
+import logging
+from collections.abc import Sequence
 
 from shared.errors import TargetError
+
+logger = logging.getLogger(__name__)
 
 
 def default_layer_ids(num_layers: int, num_taps: int) -> tuple[int, ...]:
@@ -21,3 +26,14 @@ def default_layer_ids(num_layers: int, num_taps: int) -> tuple[int, ...]:
             "Set capture.target_layer_ids or a smaller capture.num_layers."
         )
     return ids
+
+
+def warn_of_last_block(layer_ids: Sequence[int], num_layers: int) -> None:
+    """What is captured of the last block is not what a drafter is given where it is served."""
+    if num_layers - 1 in layer_ids:
+        logger.warning(
+            "capture.target_layer_ids: block %d is the target's last. z-lab's client gives a "
+            "drafter its state behind the final norm, not before it as it is captured, and SGLang "
+            "what the next block is given, of which there is none. Choose a block before it.",
+            num_layers - 1,
+        )

@@ -5,7 +5,7 @@ Context enters only as keys and values. The tapped states of the target are fuse
 `v_proj`; they pass through no query, no MLP and no `input_layernorm`. Queries come from the block.
 
 Parameter names are those of the published checkpoints. Works with float32 parameters, with or
-without autocast, and with bfloat16 parameters.
+without autocast, and with bfloat16 and float64 parameters.
 
 Letters: S context tokens, Q draft slots, T = S+Q, L tapped layers, D hidden size, F = L*D (or the
 rank of a projection), N query heads, G key heads, H head size.

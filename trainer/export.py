@@ -15,7 +15,7 @@ from shared.errors import ConfigError, RunError
 from shared.files import read_json, replace_directory, staging_directory, write_json, writing
 from trainer.caches import generations_of
 from trainer.drafter import Drafter
-from trainer.exporting.card import Facts, is_hub_id, model_card
+from trainer.exporting.card import Facts, is_hub_id, last_block, model_card
 from trainer.exporting.checks import (
     MODEL,
     check_forward,
@@ -163,6 +163,8 @@ def _write(
             check_product(partial, _factored(session, snapshot, tensors), projection)
         replace_directory(partial, out)
     logger.info("exported step %d to %s", snapshot.step, out)
+    if (note := last_block(session.cache)) is not None:
+        logger.warning("%s: %s. Make sure that your server gives this state.", out, note)
     return out
 
 

@@ -3,6 +3,7 @@
 A default is written here, or in `trainer.config`, and nowhere else.
 """
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -52,6 +53,16 @@ class RopeScaling:
             raise ValueError(f"rope_type {self.rope_type!r} has no {', '.join(sorted(foreign))}")
         if self.rope_type == "llama3" and not self.low_freq_factor < self.high_freq_factor:  # type: ignore[operator]  # both are needed
             raise ValueError("low_freq_factor must be below high_freq_factor")
+
+    @property
+    def gain(self) -> float:
+        """What cosines and sines are multiplied by: 1 but for `yarn`."""
+        return self.default_gain if self.attention_factor is None else self.attention_factor
+
+    @property
+    def default_gain(self) -> float:
+        """The gain where none is set."""
+        return 0.1 * math.log(self.factor) + 1.0 if self.rope_type == "yarn" else 1.0
 
     def parameters(self) -> dict[str, Any]:
         """What is set, as in a `config.json`."""

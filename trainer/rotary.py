@@ -59,10 +59,7 @@ def frequencies(config: DrafterConfig, device: torch.device) -> tuple[Tensor, fl
         case "llama3":
             return _llama3(frequency_F, scaling), 1.0
         case "yarn":
-            gain = scaling.attention_factor
-            if gain is None:
-                gain = 0.1 * math.log(scaling.factor) + 1.0
-            return _yarn(frequency_F, config, scaling), gain
+            return _yarn(frequency_F, config, scaling), scaling.gain
 
 
 def _yarn(frequency_F: Tensor, config: DrafterConfig, scaling: RopeScaling) -> Tensor:

@@ -23,7 +23,7 @@ from trainer.batch import collate
 from trainer.config import TrainConfig
 from trainer.export import export_dflash, export_speculators
 from trainer.exporting.checks import check_forward, check_readings, check_tensors
-from trainer.exporting.readings import CONSUMERS, read_sglang, read_vllm
+from trainer.exporting.readings import CONSUMERS, read_dflash, read_sglang, read_vllm
 from trainer.exporting.speculators import as_dflash
 from trainer.exporting.zlab import dflash_shapes
 from trainer.run import Run
@@ -289,6 +289,23 @@ def test_a_config_that_computes_something_else_is_found(run: Run, exported: Path
         check_forward(exported, config, drafter)
 
 
+def test_rounding_does_not_hide_a_config_that_is_off_by_little(
+    run: Run, exported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In whatever order float32 adds up: the forwards are compared in float64."""
+    config = json.loads((exported / "config.json").read_text())
+    drafter = Session.open(run.config()).drafter
+    weights = load_file(exported / "model.safetensors")
+    drafter.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
+    monkeypatch.setattr("trainer.exporting.checks._MAX_DIFFERENCE", 1e-12)
+    check_forward(exported, config, drafter)
+    assert drafter.fc.weight.dtype == torch.float32
+    monkeypatch.undo()
+    config["rms_norm_eps"] = 1e-4
+    with pytest.raises(RunError, match="computes something else"):
+        check_forward(exported, config, drafter)
+
+
 def test_a_reduced_vocabulary_keeps_the_most_frequent_tokens(run: Run, tmp_path: Path) -> None:
     out = export_speculators(run, tmp_path / "out", target="owner/tiny", draft_vocab_size=20)
     tensors = load_file(out / "model.safetensors")
@@ -309,7 +326,9 @@ def test_a_reduced_vocabulary_keeps_the_most_frequent_tokens(run: Run, tmp_path:
     others = kept[kept != 2]
     assert counts[others].min() >= counts[[i for i in range(272) if i not in kept]].max()
     share = 100 * counts[kept].sum() / counts.sum()
-    assert f"20 tokens, {share:.2f} % of the supervised tokens" in (out / "README.md").read_text()
+    card = (out / "README.md").read_text()
+    assert f"20 tokens, {share:.2f} % of the supervised tokens" in card
+    assert "Measured with the whole vocabulary" in card
 
 
 @pytest.mark.parametrize("size", [272, 1000])
@@ -351,6 +370,7 @@ def test_the_card_tells_where_the_drafter_comes_from(run: Run, exported: Path) -
     assert '"num_speculative_tokens": 7}' in text
     assert "--speculative-num-draft-tokens 8" in text
     assert "hf upload USER/NAME ." in text
+    assert "whole vocabulary" not in text
 
 
 def test_a_hub_id_becomes_the_base_model(in_speculators: Path) -> None:
@@ -376,6 +396,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "factor": 4.0,
             "original_max_position_embeddings": 128,
             "beta_fast": 16.0,
+        }
+    },
+    "yarn of a gain": {
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "attention_factor": 1.5,
         }
     },
     "llama3": {
@@ -425,6 +453,7 @@ def test_any_taps_are_trained_exported_and_reloaded(
     tiny_train: MakeTrain,
     tmp_path: Path,
     layer_ids: tuple[int, ...],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     from dflash.model import DFlashDraftModel
 
@@ -438,6 +467,34 @@ def test_any_taps_are_trained_exported_and_reloaded(
     other = export_speculators(Run(config.run.path), tmp_path / "speculators")
     ids = json.loads((other / "config.json").read_text())["aux_hidden_state_layer_ids"]
     assert tuple(ids) == tuple(i + 1 for i in layer_ids)
+    # Of the last block, 3, clients and servers give another state than the one that is captured.
+    warnings = [r.getMessage() for r in caplog.records if "is the target's last" in r.message]
+    places = ["capture.target_layer_ids", str(exported), str(other)] if 3 in layer_ids else []
+    assert [warning.partition(":")[0] for warning in warnings] == places
+    assert ("block 3 is the target's last" in (exported / "README.md").read_text()) is bool(places)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+
+
+def test_engines_have_their_own_word_for_the_gain_of_yarn() -> None:
+    """By default it is 0.1 ln(4) + 1 = 1.138629; vLLM and SGLang know no `attention_factor`."""
+    config = {
+        "num_hidden_layers": 1,
+        "rope_theta": 1e4,
+        "dflash_config": {"target_layer_ids": [1], "mask_token_id": 0},
+    }
+    for told, of_client, of_servers in (
+        ({}, 1.138629, 1.138629),
+        ({"attention_factor": 1.5}, 1.5, 1.138629),
+        ({"attn_factor": 2.0}, 1.138629, 2.277259),
+        ({"attention_factor": 1.5, "attn_factor": 1.5 / 1.1386294}, 1.5, 1.5),
+    ):
+        given = config | {"rope_scaling": YARN | told}
+        expected = {**YARN, "rope_theta": 1e4}
+        assert read_dflash(given).rope == expected | {"attention_factor": of_client}
+        for read in (read_vllm, read_sglang):
+            assert read(given).rope == expected | {"attention_factor": of_servers}
 
 
 def require_agreement(config: TrainConfig, weights: dict[str, torch.Tensor], model: Any) -> None:

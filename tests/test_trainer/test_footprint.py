@@ -126,6 +126,7 @@ def test_what_libraries_hold_is_within_a_fifth_of_what_real_runs_took(
         num_features=8,
         num_stored=8,
         bytes_per_token=8,
+        num_batches=1,
         device=CPU,
     )
     assert 0.8 < (others * 1e6 + parts.libraries) / (taken * 1e6) < 1.2

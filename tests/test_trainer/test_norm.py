@@ -45,3 +45,16 @@ def test_values_and_gradients_are_those_of_torch(
     # Nothing of the weight's gradient is lost to bfloat16.
     assert exact_weight.grad is not None
     torch.testing.assert_close(norm.weight.grad.double(), exact_weight.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_float64_stays_float64() -> None:
+    generator = torch.Generator().manual_seed(0)
+    norm = RMSNorm(12, 1e-2)
+    norm.weight.data = torch.rand(12, generator=generator, dtype=torch.float64) + 0.5
+    x = torch.randn((5, 12), generator=generator, dtype=torch.float64).requires_grad_()
+    out = norm(x)
+    (found,) = torch.autograd.grad(out.sum(), x)
+    expected = rms_norm(x, (12,), norm.weight, 1e-2)
+    (wanted,) = torch.autograd.grad(expected.sum(), x)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)

@@ -161,6 +161,13 @@ def test_another_drafter_is_refused_before_there_is_a_run(
         ({"attention_bias": True}, "trained here: attention_bias True"),
         ({"is_causal": True}, "is_causal True"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1, got 0.5"),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor must be 1, got 0.5",
+        ),
+        ({"input_embedding_scale": 8.0}, "input_embedding_scale 8.0"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
+        ({"is_neox_style": False}, "is_neox_style False"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type: expected one of"),
         ({"dflash_config": {"selector_rank": 8}}, "dflash_config.selector_rank"),
         ({"head_dim": None}, "head_dim: expected int"),

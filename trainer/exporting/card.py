@@ -14,6 +14,10 @@ from trainer.session import Session
 _RECIPE = ("drafter", "anchors", "loss", "optimizer", "noise", "sampler", "train")
 _NOT_LEARNED = ("train.device", "train.init_from")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_NOT_REDUCED = (
+    "Measured with the whole vocabulary: a token that the draft vocabulary leaves out ends a "
+    "block, so that served lengths are below these."
+)
 _TITLES = {"dflash": "z-lab's layout", "speculators": "the speculators format"}
 
 
@@ -83,6 +87,7 @@ def model_card(session: Session, facts: Facts) -> str:
             "## Serving",
             "",
             *_serving(drafter, facts),
+            *(["", f"Blocks tapped: {note}."] if (note := last_block(cache)) is not None else []),
             "",
             "## Data",
             "",
@@ -101,6 +106,22 @@ def model_card(session: Session, facts: Facts) -> str:
             "```",
             "",
         ]
+    )
+
+
+def last_block(cache: Caches) -> str | None:
+    """What is to be known of a drafter that taps the last block of its target; None if it does not.
+
+    Sources: z-lab's dflash 0.1.0, `extract_context_feature`, on transformers' `hidden_states`;
+    SGLang, `layers_to_capture` of its models.
+    """
+    spec = cache.spec
+    if (last := spec.target.num_layers - 1) not in spec.target_layer_ids:
+        return None
+    return (
+        f"block {last} is the target's last, whose state before the final norm was trained on; "
+        "z-lab's client gives the one behind it, and SGLang what the next block is given, of which "
+        "there is none"
     )
 
 
@@ -137,6 +158,7 @@ def _acceptance(facts: Facts) -> list[str]:
         "in serving.",
         "",
         *_table(("", "acceptance length"), rows),
+        *(["", _NOT_REDUCED] if facts.draft_vocabulary is not None else []),
     ]
 
 

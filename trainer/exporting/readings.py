@@ -5,9 +5,11 @@ causal block or a rotary base of 10,000 only cost acceptance. The rules are thos
 
 Sources: z-lab's dflash 0.1.0, `DFlashDraftModel.__init__`; SGLang, `speculative/dflash_utils.py`
 and `models/dflash.py` (00731f0); vLLM, `models/qwen3_dflash.py` (036a00d) and
-`transformers_utils/configs/speculators/algos.py` (002e77c); speculators 0.9.0, `models/dflash`.
+`transformers_utils/configs/speculators/algos.py` (002e77c), and the `rotary_embedding` of both;
+speculators 0.9.0, `models/dflash`.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +17,8 @@ from typing import Any
 Rope = dict[str, Any]
 
 _DEFAULT_THETA = 10_000.0
+GAIN_DIGITS = 6
+"""Decimals of a gain that is multiplied out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +34,7 @@ class Reading:
     """Of each draft layer its window, and whether its blocks are causal."""
 
     rope: Rope
-    """`rope_theta`, `rope_type` and the parameters of that type."""
+    """`rope_theta`, `rope_type` and the parameters of that type, the gain of `yarn` resolved."""
 
 
 def read_dflash(config: dict[str, Any]) -> Reading:
@@ -49,7 +53,10 @@ def read_dflash(config: dict[str, Any]) -> Reading:
 
 
 def read_dflash_older(config: dict[str, Any]) -> Reading:
-    """The same on transformers 4, and z-lab's MLX loader: no `rope_parameters`."""
+    """The same on transformers 4, and z-lab's MLX loader: no `rope_parameters`.
+
+    MLX gives `yarn` its default gain, whatever is set; that is not replayed.
+    """
     return read_dflash({key: config[key] for key in config if key != "rope_parameters"})
 
 
@@ -60,7 +67,7 @@ def read_sglang(config: dict[str, Any]) -> Reading:
         mask_token_id=_draft(config, "mask_token_id"),
         block_size=int(_draft(config, "block_size", 16)),
         layers=tuple((window, window is not None) for window in _windows(config)),
-        rope=_rope(config),
+        rope=_server_rope(config),
     )
 
 
@@ -81,7 +88,7 @@ def read_vllm(config: dict[str, Any]) -> Reading:
         layers=tuple(
             (window, window is not None if given is None else bool(given)) for window in windows
         ),
-        rope=_rope(config),
+        rope=_server_rope(config),
     )
 
 
@@ -127,6 +134,20 @@ CONSUMERS: dict[str, dict[str, Callable[[dict[str, Any]], Reading]]] = {
 """By format, who reads it and how."""
 
 
+def _server_rope(config: dict[str, Any]) -> Rope:
+    """vLLM, SGLang: the gain of `yarn` is their own, times `attn_factor`."""
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    rope = _rope(config)
+    if rope["rope_type"] == "yarn":
+        gain = _yarn_gain(rope["factor"]) * given.get("attn_factor", 1.0)
+        rope["attention_factor"] = round(gain, GAIN_DIGITS)
+    return rope
+
+
+def _yarn_gain(factor: float) -> float:
+    return 0.1 * math.log(factor) + 1.0
+
+
 def _draft(config: dict[str, Any], name: str, default: Any = None) -> Any:
     return (config.get("dflash_config") or {}).get(name, config.get(name, default))
 
@@ -142,4 +163,9 @@ def _rope(config: dict[str, Any]) -> Rope:
     rope = {key: value for key, value in given.items() if key != "type"}
     rope.setdefault("rope_type", given.get("type", "default"))
     rope.setdefault("rope_theta", config.get("rope_theta", _DEFAULT_THETA))
+    rope.pop("attn_factor", None)
+    if rope["rope_type"] == "yarn":
+        gain = rope.get("attention_factor")
+        gain = _yarn_gain(rope["factor"]) if gain is None else gain
+        rope["attention_factor"] = round(gain, GAIN_DIGITS)
     return rope

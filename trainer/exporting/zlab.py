@@ -10,7 +10,7 @@ from typing import Any
 from shared import config as configs
 from shared.errors import ConfigError, RunError
 from trainer.caches import Caches
-from trainer.recipe import DrafterConfig
+from trainer.recipe import DrafterConfig, RopeScaling
 
 _SIZES = {
     "intermediate_size": "intermediate_size",
@@ -23,6 +23,16 @@ _SIZES = {
 """Settings of a drafter by their names in `config.json`."""
 
 _DRAFT_KEYS = {"mask_token_id", "target_layer_ids", "block_size"}
+_ONLY = {
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "input_embedding_scale": 1,
+    "output_multiplier": 1,
+    "final_logit_softcapping": 0,
+    "is_neox_style": True,
+    "rope_is_neox_style": True,
+}
+"""Settings that the published client or a server heeds, and the one value that is trained here."""
 
 
 def dflash_config(drafter: DrafterConfig, cache: Caches, target: dict[str, Any]) -> dict[str, Any]:
@@ -55,7 +65,7 @@ def layer_config(drafter: DrafterConfig, cache: Caches, target: dict[str, Any]) 
     """
     spec = cache.spec
     eos = spec.tokens.eos_token_ids
-    scaling = None if drafter.rope_scaling is None else drafter.rope_scaling.parameters()
+    scaling = None if drafter.rope_scaling is None else _scaling(drafter.rope_scaling)
     return {
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -89,6 +99,15 @@ def layer_config(drafter: DrafterConfig, cache: Caches, target: dict[str, Any]) 
         "use_sliding_window": any(drafter.slides),
         "vocab_size": spec.target.vocab_size,
     }
+
+
+def _scaling(rope: RopeScaling) -> dict[str, Any]:
+    """The parameters by the names of transformers, and of a factor by that of the servers, too:
+    vLLM and SGLang read no `attention_factor`, and multiply what it is by default instead."""
+    told = rope.parameters()
+    if rope.attention_factor is not None:
+        told["attn_factor"] = rope.attention_factor / rope.default_gain
+    return told
 
 
 def dflash_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -131,8 +150,8 @@ def drafter_of(config: dict[str, Any], where: str) -> DrafterConfig:
     draft = config.get("dflash_config") or {}
     other = [
         f"{key} {config[key]!r}"
-        for key, only in (("attention_bias", False), ("hidden_act", "silu"))
-        if config.get(key, only) != only
+        for key, only in _ONLY.items()
+        if config.get(key) not in (None, only)
     ]
     other += [f"dflash_config.{key}" for key in sorted(draft.keys() - _DRAFT_KEYS)]
     other += [f"{key} {config[key]!r}" for key in ("is_causal",) if config.get(key) is not None]
@@ -143,7 +162,6 @@ def drafter_of(config: dict[str, Any], where: str) -> DrafterConfig:
     tree |= {
         "mask_token_id": draft.get("mask_token_id", config.get("mask_token_id")),
         "block_size": draft.get("block_size", config.get("block_size")),
-        "partial_rotary_factor": config.get("partial_rotary_factor"),
         **_rope_settings(config),
     }
     if "sliding_attention" in kinds:
@@ -155,9 +173,16 @@ def drafter_of(config: dict[str, Any], where: str) -> DrafterConfig:
 
 
 def _rope_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling` of either spelling."""
+    """`rope_theta`, `rope_scaling` and `partial_rotary_factor` of either spelling."""
     given = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     kind = given.pop("type", "default")
     kind = given.setdefault("rope_type", kind)
     theta = given.pop("rope_theta", config.get("rope_theta"))
-    return {"rope_theta": theta, "rope_scaling": None if kind == "default" else given}
+    partial = given.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if "attention_factor" in given:
+        given.pop("attn_factor", None)  # the same for servers
+    return {
+        "rope_theta": theta,
+        "rope_scaling": None if kind == "default" else given,
+        "partial_rotary_factor": partial,
+    }
