@@ -1,7 +1,9 @@
 """The benchmark runs and its figures are sane, on states of tiny random models."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,13 +12,16 @@ from safetensors.torch import save_file
 
 from shared.codec import PRESETS
 from tests.bench import step
-from tests.bench.__main__ import step_table
+from tests.bench.__main__ import gpu_table, step_table
 from tests.bench.codecs import calibrated, measure_sizes, measure_speed, noise
+from tests.bench.gpu import GpuShape, large_shapes, measure_gpu, model_flops
 from tests.bench.layouts import OURS, OURS_BFLOAT16, RAW, Ours, all_layouts
 from tests.bench.peers.stamps import Stamps, start_from
 from tests.bench.reads import breakeven, measure_reads
 from tests.bench.states import States, random_states, widened
 from tests.test_shared.made import bits
+from trainer.drafter import Drafter
+from trainer.recipe import DrafterConfig
 
 
 @pytest.fixture(scope="module")
@@ -161,3 +166,63 @@ def test_trainers_start_only_from_weights_of_their_own_shape(tmp_path: Path) -> 
     assert torch.equal(model.weight, wanted["weight"])
     with pytest.raises(ValueError, match="not the same drafter"):
         start_from(torch.nn.Linear(3, 4), str(tmp_path / "weights.safetensors"))
+
+
+def test_figures_of_large_drafters_are_sane() -> None:
+    """On the CPU in the GPU's place, with a small drafter of the same configuration."""
+    large = large_shapes()[0].config
+    drafter = replace(
+        large.drafter,
+        mask_token_id=499,
+        num_layers=2,
+        intermediate_size=128,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+    )
+    config = replace(
+        large,
+        drafter=drafter,
+        anchors=replace(large.anchors, per_sample=8, per_forward=16),
+        sampler=replace(large.sampler, tokens_per_batch=240, bucket_edges=()),
+    )
+    shape = GpuShape(name="small", config=config, hidden_size=64, vocab_size=500, num_layers=2)
+    rows = measure_gpu(shape, torch.device("cpu"), samples=(1, 4), rounds=1)
+    assert [(row.num_tokens, row.num_anchors) for row in rows] == [(240, 8), (240, 32)]
+    assert all(row.step_seconds > 0 and row.expected_bytes > 0 for row in rows)
+    assert rows[0].utilisation is None
+    assert "small" in gpu_table(rows, "a CPU")
+
+
+def test_model_flops_are_those_counted_by_hand() -> None:
+    large = large_shapes()[0]
+    own = DrafterConfig(
+        mask_token_id=9,
+        num_layers=1,
+        block_size=8,
+        intermediate_size=8,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=4,
+        rope_theta=1e4,
+    )
+    shape = GpuShape(
+        name="tiny",
+        config=replace(large.config, drafter=own),
+        hidden_size=8,
+        vocab_size=10,
+        num_layers=3,
+    )
+    drafter = Drafter(own, 8, 24, torch.Generator().manual_seed(0))
+    batch = SimpleNamespace(
+        num_tokens=6,
+        anchor_A=torch.tensor([1, 4]),
+        anchor_valid_A=torch.tensor([True, True]),
+        document_S=torch.zeros(6, dtype=torch.int64),
+    )
+    fc = 4 * 6 * (24 * 8)
+    keys_of_context = 6 * 6 * (2 * 8 * 4)
+    layer = 6 * 16 * (8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 8)  # q, k and v, o, the three of the MLP
+    head = 4 * (2 * 7) * 8 * 10
+    attention = 12 * (8 * (1 + 8) + 8 * (4 + 8)) * 2 * 4  # 8 slots see 9 keys, 8 see 12
+    assert model_flops(shape, drafter, batch) == fc + keys_of_context + layer + head + attention

@@ -13,6 +13,7 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: see the Makefile
 
 import click
+import torch
 
 from shared.memory import keep_freed_memory
 from tests.bench.capture import BARE, CaptureRow, measure_capture
@@ -25,6 +26,7 @@ from tests.bench.codecs import (
     noise,
     one_core,
 )
+from tests.bench.gpu import GpuRow, large_shapes, measure_gpu
 from tests.bench.layouts import CODEC, OURS, OURS_BFLOAT16, RAW
 from tests.bench.plan import measure_plan
 from tests.bench.reads import ReadRow, breakeven, measure_reads
@@ -33,7 +35,7 @@ from tests.bench.step import Shape, StepRow, absent_peers, measure_step
 from tests.conftest import REPOSITORY
 
 DIRECTORY = REPOSITORY / ".demo" / "bench"
-PART_NAMES = ("store", "capture", "step")
+PART_NAMES = ("store", "capture", "step", "gpu")
 
 
 @click.command()
@@ -44,7 +46,7 @@ PART_NAMES = ("store", "capture", "step")
 @click.option(
     "--only",
     type=click.Choice(PART_NAMES),
-    help="Codecs and reads, stage one, or the training step.",
+    help="Codecs and reads, stage one, the training step, or that of large drafters on a GPU.",
 )
 def main(json_path: Path | None, quick: bool, only: str | None) -> None:
     """Measure codecs, read speed, capture and the training step on the demo target.
@@ -55,7 +57,9 @@ def main(json_path: Path | None, quick: bool, only: str | None) -> None:
     began, loads = time.perf_counter(), [os.getloadavg()[0]]
     facts: dict[str, Any] = {}
     for name, part in zip(
-        PART_NAMES, (measure_store, measure_stage_one, measure_stage_two), strict=True
+        PART_NAMES,
+        (measure_store, measure_stage_one, measure_stage_two, measure_on_gpu),
+        strict=True,
     ):
         if only in (None, name):
             facts |= part(quick)
@@ -129,6 +133,19 @@ def measure_stage_two(quick: bool) -> dict[str, Any]:
     return facts
 
 
+def measure_on_gpu(quick: bool) -> dict[str, Any]:
+    """The step of large drafters; prints a table where there is a GPU, a line where not."""
+    if not torch.cuda.is_available():
+        click.echo("Left out: the step of large drafters, which needs a CUDA device.\n")
+        return {}
+    rows = []
+    for shape in large_shapes():
+        rows += measure_gpu(shape, torch.device("cuda"), rounds=2 if quick else 5)
+        torch.cuda.empty_cache()
+    click.echo(gpu_table(rows, torch.cuda.get_device_name()))
+    return {"gpu": [asdict(row) for row in rows]}
+
+
 @contextmanager
 def _scratch(name: str) -> Iterator[Path]:
     directory = DIRECTORY / name
@@ -143,6 +160,32 @@ def _scratch(name: str) -> Iterator[Path]:
 def _read(states: States, *, rounds: int, cold: int) -> list[ReadRow]:
     with _scratch("layouts") as directory:
         return measure_reads(states, directory, rounds=rounds, cold_rounds=cold)
+
+
+def gpu_table(rows: Sequence[GpuRow], device: str) -> str:
+    return _table(
+        f"Training step on {device}: random states in `balanced`, products in bfloat16, a full "
+        "micro-batch with AdamW; model FLOPs without what is computed twice",
+        [
+            *("drafter of", "samples", "tokens", "anchors", "step s", "tokens/s", "TFLOP/s"),
+            *("of peak", "peak GB", "expected"),
+        ],
+        [
+            [
+                row.shape,
+                str(row.num_samples),
+                f"{row.num_tokens:,}",
+                f"{row.num_anchors:,}",
+                f"{row.step_seconds:.3f}",
+                f"{row.tokens_per_second:,.0f}",
+                f"{row.tflops:.3g}",
+                "" if row.utilisation is None else f"{row.utilisation:.0%}",
+                f"{row.peak_bytes / 1e9:.1f}",
+                f"{row.expected_bytes / 1e9:.1f}",
+            ]
+            for row in rows
+        ],
+    )
 
 
 def size_table(states: States, floor: Errors, rows: Sequence[SizeRow]) -> str:
