@@ -73,6 +73,8 @@ def announce(
         logger.info("%s = %s", key, value)
     if config.loss.kind != "dpace":
         logger.info("gamma in force: %g", config.loss.resolve_gamma(config.drafter.block_size))
+    if session.with_liger:
+        logger.info("the loss takes Liger's kernel: loss.kernel = 'torch' does without")
     logger.info("optimizer: %s", describe(optimizer))
     for part in session.cache.parts:
         logger.info(

@@ -21,7 +21,8 @@ from trainer.acceptance import chain_accepted, rank_of_gold, segments, tree_acce
 from trainer.anchors import legal_anchors
 from trainer.batch import Batch, collate, require_no_mask_token
 from trainer.caches import generations_of
-from trainer.loss import room_for_logits, weighing
+from trainer.logits import room_for_logits
+from trainer.loss import weighing
 from trainer.metrics import AcceptanceTotals
 from trainer.ranking import NUM_RANKS, best_tokens
 from trainer.run import NEWEST, Run
@@ -94,7 +95,12 @@ def _add_anchors(
     weigh = weighing(config.loss, config.drafter.block_size, session.device)
     teacher = teacher_of(config.loss, session.head, last_hidden_SD, forward.blocks)
     loss = batch_loss(
-        forward, session.head, weigh, teacher, anchors_per_chunk=config.loss.anchors_per_chunk
+        forward,
+        session.head,
+        weigh,
+        teacher,
+        anchors_per_chunk=config.loss.anchors_per_chunk,
+        with_liger=session.with_liger,
     )
     weight_AK = weigh(loss.ce_AK, forward.blocks.supervised_AK)
     log_p_APT, token_APT = _ranked(

@@ -23,6 +23,7 @@ from shared.quantity import size
 from trainer.config import TrainConfig
 from trainer.drafter import num_parameters
 from trainer.evaluate import ANCHORS_PER_FORWARD, slots_per_chunk
+from trainer.liger import is_used
 from trainer.sampler import EpochPlan
 from trainer.tiles import TILE_QUERIES
 
@@ -173,7 +174,7 @@ def _bytes_per_logit(config: TrainConfig, device: torch.device) -> int:
     """What the loss holds for each logit of a chunk at its peak."""
     c = 2 if config.train.compute_dtype == "bfloat16" else _FLOAT
     kept = 2 * c if config.loss.needs_teacher else c
-    if device.type == "cpu":  # a few rows at a time exist in float32
+    if device.type == "cpu" or is_used(config.loss, device):  # a few rows at a time in float32
         return kept
     return kept + (4 * _FLOAT if config.loss.needs_teacher else _FLOAT)
 

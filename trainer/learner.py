@@ -165,6 +165,7 @@ class Learner:
                 self.weigh,
                 teacher_of(config.loss, session.head, last_hidden_SD, forward.blocks),
                 anchors_per_chunk=config.loss.anchors_per_chunk,
+                with_liger=session.with_liger,
             )
             loss.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             totals.add_loss(forward, loss)

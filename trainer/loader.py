@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from typing import Self
 
 import numpy as np
@@ -20,8 +21,10 @@ from trainer.anchors import draw_anchors
 from trainer.batch import Batch, collate
 from trainer.caches import Caches
 from trainer.config import LoaderConfig
+from trainer.ranks import Ranks
 from trainer.recipe import AnchorConfig
-from trainer.sampler import PlannedBatch
+from trainer.sampler import PlannedBatch, iterate
+from trainer.session import Session
 
 
 @dataclass(slots=True)
@@ -33,6 +36,14 @@ class LoaderStats:
 
     queue_depth: int = 0
     """Micro-batches ready when the last one was taken."""
+
+    @classmethod
+    def worst(cls, of_ranks: list["LoaderStats"]) -> "LoaderStats":
+        """Of the rank that is worst off: all wait for it when they add up their gradients."""
+        return cls(
+            max(stats.wait_seconds for stats in of_ranks),
+            min(stats.queue_depth for stats in of_ranks),
+        )
 
 
 class Loader:
@@ -65,6 +76,27 @@ class Loader:
         self._pool = ThreadPoolExecutor(config.num_threads, thread_name_prefix="loader")
         self._pending: deque[Future[Batch]] = deque()
         self._stats = LoaderStats()
+
+    @classmethod
+    def open(cls, session: Session, ranks: Ranks, step: int) -> "Loader":
+        """The micro-batches of a run that this rank takes after optimizer step `step`."""
+        config, train = session.config, session.split.train
+        stream = iterate(
+            session.cache.index.num_tokens[train].astype("int64"),
+            config.sampler,
+            seed=config.train.seed,
+            start_batch=step * config.train.batches_per_step,
+            shard=session.cache.shard_numbers()[train],
+        )
+        return cls(
+            session.cache,
+            train,
+            islice(stream, ranks.rank, None, ranks.size),
+            config=config.loader,
+            anchors=config.anchors,
+            seed=config.train.seed,
+            pin=session.device.type == "cuda",
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -13,23 +13,19 @@ Letters: A anchors, K block size, D hidden size, V vocabulary, M supervised slot
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from trainer.logits import reduce, room_for_logits
 from trainer.recipe import LossConfig
 from trainer.teacher import Teacher
 
 WeighFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(ce_AK, supervised_AK) -> float32 weight_AK, without gradient, 0 where not supervised. Each
 anchor's weights depend on that anchor alone."""
-
-_BYTES_PER_CORE = 3 << 19
-"""Of float32 logits that a core works on at a time: what stays in a second-level cache. Rows of
-a vocabulary of 49,152 are then reduced eight at a time, in 80 ms for 960 rows against 180 ms in
-one piece."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -101,6 +97,7 @@ def drafter_loss(
     teacher: Teacher | None = None,
     *,
     anchors_per_chunk: int,
+    with_liger: bool = False,
 ) -> BlockLoss:
     """Sum of weighted losses of the slots, differentiable with respect to `hidden_AKD` alone.
 
@@ -113,11 +110,19 @@ def drafter_loss(
         label_AK: int64, read only where supervised.
         supervised_AK: bool, False in slot 0.
         teacher: of the same slots; None takes the cross-entropy of the labels.
+        with_liger: take Liger's kernel for the cross-entropy. Only rounding depends on it.
     """
     if not torch.is_grad_enabled():
         hidden_AKD = hidden_AKD.detach()  # `needs_input_grad` looks at the tensor alone
     fields = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        hidden_AKD, lm_head_VD, label_AK, supervised_AK, weigh, teacher, anchors_per_chunk
+        hidden_AKD,
+        lm_head_VD,
+        label_AK,
+        supervised_AK,
+        weigh,
+        teacher,
+        anchors_per_chunk,
+        with_liger,
     )
     return BlockLoss(*fields)
 
@@ -137,7 +142,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         (grad_AKD,) = ctx.saved_tensors
-        return grad_AKD * grad_loss, None, None, None, None, None, None
+        return grad_AKD * grad_loss, None, None, None, None, None, None, None
 
 
 def _sweep(
@@ -149,6 +154,7 @@ def _sweep(
     weigh: WeighFunction,
     teacher: Teacher | None,
     anchors_per_chunk: int,
+    with_liger: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The fields of BlockLoss; fills `grad_AKD`, zero on entry, if there is one."""
     block_size = supervised_AK.shape[1]
@@ -167,7 +173,10 @@ def _sweep(
         hidden_MD = hidden_AKD.flatten(0, 1)[slot_M].to(lm_head_VD.dtype)
         logits_MV = torch.mm(hidden_MD, lm_head_VD.T, out=room_for_logits(len(slot_M), lm_head_VD))
         own_MV = None if teacher is None else teacher.logits(slot_M)
-        rows = _reduce(logits_MV, label_M, teacher, own_MV, keep_error=grad_AKD is not None)
+        keep_error = grad_AKD is not None
+        rows = reduce(
+            logits_MV, label_M, teacher, own_MV, keep_error=keep_error, with_liger=with_liger
+        )
         del own_MV
         ce_AK.view(-1)[slot_M] = rows.ce_M
         correct_AK.view(-1)[slot_M] = rows.correct_M
@@ -178,89 +187,8 @@ def _sweep(
         weight_sum += weight_M.sum()
         if grad_AKD is not None:
             grad_MD = (logits_MV @ lm_head_VD) * (weight_M * rows.scale_M)[:, None]
-            if teacher is None:  # the label's share of the gradient is a row of the head
+            if not rows.has_label:  # its share of the gradient is a row of the head
                 grad_MD -= weight_M[:, None] * lm_head_VD[label_M]
             grad_AKD.view(-1, grad_AKD.shape[-1])[slot_M] = grad_MD.to(grad_AKD.dtype)
         del logits_MV  # before the next chunk's exist: the peak would hold those of two
     return loss_sum, weight_sum, ce_AK, loss_AK, correct_AK
-
-
-_rooms: dict[torch.dtype, Tensor] = {}
-
-
-def room_for_logits(num_slots: int, lm_head_VD: Tensor) -> Tensor:
-    """Where logits of `num_slots` go, [M, V] of the head's type: on a CPU the same place each time.
-
-    Small blocks that stay move into the hole which a freed one of this size leaves in the heap: a
-    run grew by such a block every few steps.
-    """
-    shape = (num_slots, len(lm_head_VD))
-    if lm_head_VD.device.type != "cpu":
-        return lm_head_VD.new_empty(shape)
-    room = _rooms.get(lm_head_VD.dtype)
-    if room is None or room.numel() < shape[0] * shape[1]:
-        room = _rooms[lm_head_VD.dtype] = lm_head_VD.new_empty(shape[0] * shape[1])
-    return room[: shape[0] * shape[1]].view(shape)
-
-
-class _Rows(NamedTuple):
-    """Of each slot of a chunk."""
-
-    ce_M: Tensor
-    loss_M: Tensor
-    correct_M: Tensor
-    scale_M: Tensor
-    """What the error kept in place of the logits is to be multiplied by."""
-
-
-def _reduce(
-    logits_MV: Tensor,
-    label_M: Tensor,
-    teacher: Teacher | None,
-    own_MV: Tensor | None,
-    *,
-    keep_error: bool,
-) -> _Rows:
-    """Reduce the logits in float32 and, if asked, put the error of each in their place.
-
-    The error is the gradient of the loss with respect to the logits, divided by `scale_M`; of
-    the cross-entropy without the label's share. Logits are the largest tensor of the step, and
-    each pass over them counts: on a CPU a few rows at a time go through all passes while they
-    lie in its cache, and only they exist in float32.
-    """
-    num_rows, num_logits = logits_MV.shape
-    if logits_MV.device.type == "cpu":
-        num_rows = torch.get_num_threads() * max(1, _BYTES_PER_CORE // (4 * num_logits))
-    parts = []
-    for start in range(0, len(logits_MV), num_rows):
-        part = slice(start, start + num_rows)
-        logits_RV, label_R = logits_MV[part], label_M[part]
-        wide_RV = logits_RV.to(torch.float32, copy=True)
-        gold_R = wide_RV.gather(1, label_R[:, None])[:, 0]
-        peak_R, correct_R = _peak(wide_RV, label_R, gold_R)
-        if teacher is not None and own_MV is not None:
-            loss_R, error_RV = teacher.diverge(own_MV[part], wide_RV)
-        sum_R = wide_RV.sub_(peak_R[:, None]).exp_().sum(dim=-1)
-        ce_R = sum_R.log() + peak_R - gold_R
-        scale_R = torch.ones_like(sum_R)
-        if own_MV is None:
-            loss_R, error_RV, scale_R = ce_R, wide_RV, 1 / sum_R
-        if keep_error:
-            logits_RV.copy_(error_RV)
-        parts.append((ce_R, loss_R, correct_R, scale_R))
-    return _Rows(*(torch.cat(column) for column in zip(*parts, strict=True)))
-
-
-def _peak(logits_MV: Tensor, label_M: Tensor, gold_M: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest logit, and whether the label is what argmax gives: the first that has it.
-
-    On a CPU only rows whose label is a peak are searched; of a GPU it would have to be asked which.
-    """
-    if logits_MV.device.type != "cpu":
-        peak_M, first_M = logits_MV.max(dim=-1)
-        return peak_M, first_M == label_M
-    peak_M = logits_MV.amax(dim=-1)
-    is_first_M = torch.zeros_like(label_M, dtype=torch.bool)
-    peaks = (gold_M == peak_M).nonzero().flatten()
-    is_first_M[peaks] = logits_MV[peaks].argmax(dim=-1) == label_M[peaks]
-    return peak_M, is_first_M

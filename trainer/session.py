@@ -19,6 +19,7 @@ from trainer.caches import Caches
 from trainer.config import TrainConfig
 from trainer.drafter import Drafter, num_parameters
 from trainer.index import Split, split_samples
+from trainer.liger import is_used
 from trainer.recipe import DrafterConfig, LossConfig
 
 _RMS_SAMPLES = 32
@@ -41,6 +42,8 @@ class Session:
     drafter: Drafter
     features: Features
     device: torch.device
+    with_liger: bool
+    """Whether the loss takes Liger's kernel."""
 
     @classmethod
     def open(
@@ -84,6 +87,7 @@ class Session:
             drafter=drafter.to(device),
             features=Features(cache, device),
             device=device,
+            with_liger=is_used(config.loss, device),
         )
 
     def channel_rms(self) -> Tensor:

@@ -86,6 +86,7 @@ def batch_loss(
     teacher: Teacher | None = None,
     *,
     anchors_per_chunk: int,
+    with_liger: bool = False,
 ) -> BlockLoss:
     """Weighted loss of the blocks through the frozen LM head: see `drafter_loss`."""
     return drafter_loss(
@@ -96,4 +97,5 @@ def batch_loss(
         weigh,
         teacher,
         anchors_per_chunk=anchors_per_chunk,
+        with_liger=with_liger,
     )

@@ -6,13 +6,11 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from itertools import islice
 from typing import Any
 
 from tqdm import tqdm
 
 from shared import config as configs
-from shared.bar import Bar
 from shared.errors import DraftCacheError, RunError
 from shared.files import canonical_json, sha256_bytes
 from shared.quantity import duration, size
@@ -21,15 +19,14 @@ from trainer.batch import Batch
 from trainer.caches import generations_of
 from trainer.checkpoint_writer import CheckpointWriter
 from trainer.config import TrainConfig
-from trainer.evaluate import evaluate
 from trainer.footprint import Meter
+from trainer.heldout import evaluate_during, scalars
 from trainer.learner import Learner
 from trainer.loader import Loader, LoaderStats
 from trainer.pauses import Pauses
 from trainer.queue_trend import QueueTrend
 from trainer.ranks import ALONE, Ranks
 from trainer.run import Run
-from trainer.sampler import iterate
 from trainer.session import Session, enter_device, pick_device, require_unused_mask_token
 from trainer.snapshot import Snapshot
 from trainer.stop import StopRequest
@@ -40,10 +37,6 @@ logger = logging.getLogger(__name__)
 
 _SECONDS_PER_LINE = 30.0
 """How often a run without a terminal says where it is."""
-
-
-class _StoppedError(Exception):
-    """A stop was asked for while evaluating."""
 
 
 class Training:
@@ -157,7 +150,7 @@ class Training:
         flat = configs.flatten(configs.to_dict(config))
         logged = self.step - (self.unlogged is not None)
         with (
-            self._loader() as loader,
+            Loader.open(self.session, self.ranks, self.step) as loader,
             Tracker(config.run.path, config.tracking, flat, logged) as tracker,
             CheckpointWriter(config.run.path, config.checkpoint) as writer,
             tqdm(total=config.train.steps, initial=logged, unit="step", disable=None) as bar,
@@ -184,7 +177,7 @@ class Training:
                         if heldout is None:
                             continue
                         score = heldout["tau_walk"]
-                        metrics |= {f"heldout/{name}": value for name, value in _scalars(heldout)}
+                        metrics |= {f"heldout/{name}": value for name, value in scalars(heldout)}
                     tracker.log(self.step, metrics)
                     self.unlogged = None
                     bar.update()
@@ -207,7 +200,7 @@ class Training:
 
     def _follow(self, stop: StopRequest) -> None:
         """What every rank but the first does: its share of each step, and nothing else."""
-        with self._loader() as loader:
+        with Loader.open(self.session, self.ranks, self.step) as loader:
             batches = iter(loader)
             while self._goes_on(stop):
                 if self.unlogged is None:
@@ -261,7 +254,8 @@ class Training:
             "data/queue_depth": stats.queue_depth,
             "data/queue_slope": self.queue_trend.slope,
             "data/queue_seconds_to_empty": self.queue_trend.seconds_to_empty,
-            "data/wait_share": min(stats.wait_seconds / seconds, 1.0),
+            # Seconds of the worst rank over those of this one: above 1 by what these differ.
+            "data/wait_share": stats.wait_seconds / seconds,
             "speed/step_seconds": seconds,
             "speed/tokens_per_second": metrics["train/tokens"] / seconds,
             "memory/peak_bytes": self.meter.read(),
@@ -269,59 +263,10 @@ class Training:
         }
 
     def _loader_stats(self, loader: Loader) -> LoaderStats:
-        """Of the rank that is worst off: all wait for it when they add up their gradients."""
-        found = self.ranks.gather(loader.take_stats())
-        return LoaderStats(
-            max(stats.wait_seconds for stats in found), min(stats.queue_depth for stats in found)
-        )
+        return LoaderStats.worst(self.ranks.gather(loader.take_stats()))
 
     def _evaluate(self, stop: StopRequest) -> dict[str, Any] | None:
-        """Evaluate and keep the figures; None if a stop was asked for before the end."""
-        chosen = min(len(self.session.split.heldout), self.config.evaluate.max_samples)
-        with Bar("evaluate", "sample", chosen) as bar:
-
-            def progress(done: int) -> None:
-                bar.reach(done)
-                if stop.signal is not None:
-                    raise _StoppedError
-
-            try:
-                heldout = evaluate(self.session, progress)
-            except _StoppedError:
-                return None
-        try:
-            self.run.write_evaluation(self.step, heldout)
-        except DraftCacheError as error:  # a full disk, as a rule: no reason to end the run
-            logger.warning("%s The evaluation's figures are in metrics.jsonl only.", error)
-        if heldout["loss"] is not None:
-            logger.info(
-                "step %d held out: loss %.4f, acceptance length chain %.3f, walk %.3f",
-                self.step,
-                heldout["loss"],
-                heldout["tau_chain"],
-                heldout["tau_walk"],
-            )
-        return heldout
-
-    def _loader(self) -> Loader:
-        session, config = self.session, self.config
-        lengths = session.cache.index.num_tokens[session.split.train].astype("int64")
-        stream = iterate(
-            lengths,
-            config.sampler,
-            seed=config.train.seed,
-            start_batch=self.step * config.train.batches_per_step,
-            shard=session.cache.shard_numbers()[session.split.train],
-        )
-        return Loader(
-            session.cache,
-            session.split.train,
-            islice(stream, self.ranks.rank, None, self.ranks.size),
-            config=config.loader,
-            anchors=config.anchors,
-            seed=config.train.seed,
-            pin=session.device.type == "cuda",
-        )
+        return evaluate_during(self.run, self.session, self.step, stop)
 
     def _check(self, snapshot: Snapshot) -> None:
         where = f"{self.config.run.path}, checkpoint of step {snapshot.step}"
@@ -344,13 +289,3 @@ def train(
     """Train, or go on training, the run that `config` describes: see `Training`."""
     with Run(config.run.path).locked() if ranks.is_main else nullcontext():
         return Training(config, ranks, is_fresh=is_fresh).train()
-
-
-def _scalars(heldout: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    for name, value in heldout.items():
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                if isinstance(inner, int | float):
-                    yield f"{name}/{key}", inner
-        elif isinstance(value, int | float):
-            yield name, value

@@ -20,6 +20,7 @@ from trainer import footprint
 from trainer.batch import Batch, collate
 from trainer.config import TrainConfig
 from trainer.drafter import Drafter
+from trainer.liger import is_used
 from trainer.loss import weighing
 from trainer.optim import build_optimizer, scale_and_clip_
 from trainer.session import enter_device
@@ -117,7 +118,11 @@ def measure_gpu(
                         drafter, head, part, features_SLD, config.drafter.mask_token_id
                     )
                 chunk = config.loss.anchors_per_chunk
-                loss = batch_loss(forward, head, weigh, None, anchors_per_chunk=chunk)
+                loss = batch_loss(
+                    *(forward, head, weigh),
+                    anchors_per_chunk=chunk,
+                    with_liger=is_used(config.loss, device),
+                )
                 loss.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
                 weight += loss.weight_sum
             scale_and_clip_(drafter.parameters(), float(weight), config.optimizer.max_grad_norm)

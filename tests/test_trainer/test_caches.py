@@ -22,6 +22,7 @@ from trainer.config import CacheConfig, TrainConfig
 from trainer.evaluate import evaluate_run
 from trainer.export import export_dflash
 from trainer.index import split_samples
+from trainer.loader import Loader
 from trainer.run import Run
 from trainer.summary import summarize
 from trainer.train import Training, train
@@ -121,7 +122,7 @@ def test_features_of_a_batch_over_two_caches_use_each_ones_calibration(
     caches, names = run.session.cache, set()
     features = Features(caches, torch.device("cpu"))
     positions = {caches.index.sample_id(i): i for i in run.session.split.train.tolist()}
-    with run._loader() as loader:
+    with Loader.open(run.session, run.ranks, run.step) as loader:
         for _, batch in zip(range(12), loader, strict=False):
             states_SLD = features.unpack(batch)
             samples = [caches.read(positions[name]) for name in batch.sample_ids]

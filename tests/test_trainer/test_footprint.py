@@ -185,6 +185,29 @@ def test_gradients_of_what_went_before_are_there_beside_the_activations(
         assert 0.4 * alone < halved - gradients < 0.7 * alone
 
 
+def test_logits_of_a_gpu_are_not_held_in_float32_where_a_kernel_reduces_them(
+    tiny_train: MakeTrain, tmp_path: Path
+) -> None:
+    config = tiny_train(tmp_path / "run", tmp_path)
+    taken = {}
+    for kernel in ("torch", "liger"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("trainer.liger.is_installed", lambda: True)
+            taken[kernel] = footprint.estimate(
+                replace(config, loss=training.LossConfig(kernel=kernel, anchors_per_chunk=16)),
+                footprint.BatchSize(num_tokens=512, num_anchors=64, longest=200, mean_tokens=500),
+                [torch.empty(50_000, 64)],
+                heldout_anchors=1,
+                num_features=128,
+                num_stored=128,
+                bytes_per_token=128,
+                num_batches=1,
+                device=torch.device("cuda"),
+            ).gradients_or_activations
+    num_logits = 16 * (config.drafter.block_size - 1) * 50_000
+    assert taken["torch"] - taken["liger"] == 4 * num_logits
+
+
 def test_the_largest_batch_is_found_by_tokens_and_slots() -> None:
     plan = EpochPlan(
         sample=np.array([3, 0, 1, 2]),

@@ -164,7 +164,7 @@ def test_rows_are_reduced_a_few_at_a_time(num_rows: int, monkeypatch: pytest.Mon
 
     whole, whole_AKD, num_parts = measure()
     assert num_parts == 3  # one for each chunk
-    monkeypatch.setattr("trainer.loss._BYTES_PER_CORE", 4 * V * num_rows)
+    monkeypatch.setattr("trainer.logits._BYTES_PER_CORE", 4 * V * num_rows)
     monkeypatch.setattr("torch.get_num_threads", lambda: 1)
     loss, grad_AKD, num_parts = measure()
     rows = [int(own.sum()) for own in torch.split(supervised_AK, 3)]
@@ -374,7 +374,7 @@ def test_the_logits_of_one_chunk_are_held_at_a_time(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not those of two, nor all of one in float32."""
-    monkeypatch.setattr("trainer.loss._rooms", {})  # another test may have left its room
+    monkeypatch.setattr("trainer.logits._rooms", {})  # another test may have left its room
     vocab_size, num_anchors, block_size, per_chunk = 100_000, 96, 4, 32
     hidden_AKD = torch.randn(num_anchors, block_size, 8, requires_grad=True)
     supervised_AK = torch.ones(num_anchors, block_size, dtype=torch.bool)

@@ -33,6 +33,7 @@ from trainer.export import export_dflash, export_speculators
 from trainer.exporting.checks import check_product
 from trainer.inspect import inspect_checkpoint
 from trainer.inspect import rows as inspect_rows
+from trainer.loader import Loader
 from trainer.projection import ProjectionSettings, fit_factor, make_projection, unprojected
 from trainer.recipe import LossConfig, NoiseConfig
 from trainer.run import Run
@@ -346,7 +347,7 @@ def test_a_resumed_run_learns_the_same_to_the_bit(
 ) -> None:
     config = tiny_train(tmp_path / "run", tiny_projected.cache, steps=4)
     training = Training(config)
-    with training._loader() as loader:
+    with Loader.open(training.session, training.ranks, training.step) as loader:
         batches = iter(loader)
         for _ in range(2):
             training.learner.train_step(batches)

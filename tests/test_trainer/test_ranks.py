@@ -272,14 +272,14 @@ def test_a_loader_that_is_behind_is_seen_whichever_rank_it_feeds(
     """All ranks wait for the one that waits, so its figures are the run's."""
     run = Training(tiny_train(tmp_path / "run", tiny_cache))
     monkeypatch.setattr(Loader, "take_stats", lambda _: LoaderStats(0.0, queue_depth=8))
-    with run._loader() as loader:
+    with Loader.open(run.session, run.ranks, run.step) as loader:
         batches = iter(loader)
         assert run._timed_step(batches, loader)["data/queue_depth"] == 8
         run.ranks = OtherWaits(size=2)
         found = run._timed_step(batches, loader)
     assert found["data/queue_depth"] == 0
     seconds = found["speed/step_seconds"]
-    assert found["data/wait_share"] == pytest.approx(min(0.25 / seconds, 1.0))
+    assert found["data/wait_share"] == pytest.approx(0.25 / seconds)  # may exceed 1
 
 
 def test_when_a_rank_is_killed_the_run_ends_and_goes_on_from_what_is_saved(

@@ -177,7 +177,7 @@ def test_a_second_signal_quits_at_once_and_loses_no_checkpoint(
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, reads: int) -> None:
     """Send this process a SIGTERM when `evaluate` has reported for the `reads`-th time."""
-    from trainer import train as module
+    from trainer import heldout as module
 
     evaluate, reports = module.evaluate, []
 

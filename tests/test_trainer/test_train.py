@@ -25,6 +25,7 @@ from trainer import config as training
 from trainer import learner
 from trainer.checkpoint import load, newest_valid
 from trainer.config import TrainConfig
+from trainer.loader import Loader
 from trainer.run import Run
 from trainer.train import Training, train
 
@@ -104,7 +105,7 @@ def test_the_configured_recipe_is_on_the_live_objects(
     assert weights[0, 0] == 0.0
     assert weights[0, 1] == 1.0
     assert weights[0, 15].item() == pytest.approx(0.1353, abs=1e-4)  # gamma 7 at block 16
-    batches = iter(run._loader())
+    batches = iter(Loader.open(run.session, run.ranks, run.step))
     rates = [run.learner.train_step(batches)["train/lr"] for _ in range(4)]
     assert rates[:2] == [3e-4, 6e-4]  # 4 % of 50 steps
     assert rates[1] > rates[2] > rates[3]
@@ -492,7 +493,7 @@ def test_a_mask_token_that_occurs_in_the_text_stops_the_run(
     monkeypatch.setattr("trainer.session._MASK_SHARDS", 0)
     run = Training(config)
     with pytest.raises(ConfigError, match=f"mask_token_id {letter} occurs in the text"):
-        run.learner.train_step(iter(run._loader()))
+        run.learner.train_step(iter(Loader.open(run.session, run.ranks, run.step)))
 
 
 def test_samples_that_hold_the_mask_token_can_be_left_out(
