@@ -113,6 +113,10 @@ class StepConfig:
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the matrix products; weights and moments stay float32."""
 
+    compile: bool = False
+    """Compile the drafter's layers, which takes a minute at the start. Meant for a GPU, where it
+    has not been measured yet; on a CPU a step takes as long. Only rounding depends on it."""
+
     zero_features: bool = False
     """Control experiment: train as if the target's states were all zero."""
 

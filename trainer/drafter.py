@@ -41,7 +41,10 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
-    def forward(self, block_QD: Tensor, context_SD: Tensor, angles: Angles, mask: Mask) -> Tensor:
+    def project(
+        self, block_QD: Tensor, context_SD: Tensor, angles: Angles
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [N, Q, H], keys and values [G, T, H], turned."""
         num_context = context_SD.shape[0]
         # One product for all that reads the same input: narrow ones take as long as wide ones.
         key_value = [self.k_proj.weight, self.v_proj.weight]
@@ -55,9 +58,7 @@ class Attention(nn.Module):
         v_TGH = self._heads(v_TE)
         q_QNH = rotate(q_QNH, Angles(*(x_TH[num_context:] for x_TH in angles)))
         k_TGH = rotate(k_TGH, angles)
-        out_NQH = attend(q_QNH.transpose(0, 1), k_TGH.transpose(0, 1), v_TGH.transpose(0, 1), mask)
-        out_QD: Tensor = self.o_proj(out_NQH.transpose(0, 1).flatten(1))
-        return out_QD
+        return q_QNH.transpose(0, 1), k_TGH.transpose(0, 1), v_TGH.transpose(0, 1)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(len(x), -1, self.head_dim)
@@ -88,8 +89,19 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(hidden_size, config.rms_norm_eps)
 
     def forward(self, block_QD: Tensor, context_SD: Tensor, angles: Angles, mask: Mask) -> Tensor:
+        q_NQH, k_GTH, v_GTH = self.before(block_QD, context_SD, angles)
+        return self.after(block_QD, attend(q_NQH, k_GTH, v_GTH, mask))
+
+    def before(
+        self, block_QD: Tensor, context_SD: Tensor, angles: Angles
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What comes before the attention: its queries, keys and values."""
         normed_QD = self.input_layernorm(block_QD)
-        block_QD = block_QD + self.self_attn(normed_QD, context_SD, angles, mask)
+        return self.self_attn.project(normed_QD, context_SD, angles)
+
+    def after(self, block_QD: Tensor, out_NQH: Tensor) -> Tensor:
+        """What becomes of what the attention gave."""
+        block_QD = block_QD + self.self_attn.o_proj(out_NQH.transpose(0, 1).flatten(1))
         out_QD: Tensor = block_QD + self.mlp(self.post_attention_layernorm(block_QD))
         return out_QD
 

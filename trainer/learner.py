@@ -11,6 +11,7 @@ from shared import config as configs
 from shared.errors import DraftCacheError, NonFiniteError, RunError
 from shared.memory import trim_heap
 from trainer.batch import Batch, require_no_mask_token
+from trainer.compiled import compile_layers_
 from trainer.drafter import fit_start_
 from trainer.loss import weighing
 from trainer.noise import add_noise, noise_scale
@@ -51,6 +52,8 @@ class Learner:
         self.session = session
         self.run = run
         self.ranks = ranks
+        if self.config.train.compile:
+            compile_layers_(session.drafter)
         self.optimizer = build_optimizer(session.drafter.named_parameters(), self.config.optimizer)
         self.weigh = weighing(self.config.loss, self.config.drafter.block_size, session.device)
         self.step = 0

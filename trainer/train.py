@@ -18,6 +18,7 @@ from trainer.announce import announce, measure_order
 from trainer.batch import Batch
 from trainer.caches import generations_of
 from trainer.checkpoint_writer import CheckpointWriter
+from trainer.compiled import compiler_errors
 from trainer.config import TrainConfig
 from trainer.footprint import Meter
 from trainer.heldout import evaluate_during, scalars
@@ -287,5 +288,8 @@ def train(
     config: TrainConfig, ranks: Ranks = ALONE, *, is_fresh: bool = False
 ) -> signal.Signals | None:
     """Train, or go on training, the run that `config` describes: see `Training`."""
-    with Run(config.run.path).locked() if ranks.is_main else nullcontext():
+    with (
+        Run(config.run.path).locked() if ranks.is_main else nullcontext(),
+        compiler_errors(str(config.run.path)),
+    ):
         return Training(config, ranks, is_fresh=is_fresh).train()

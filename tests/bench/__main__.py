@@ -172,7 +172,7 @@ def gpu_table(rows: Sequence[GpuRow], device: str) -> str:
         ],
         [
             [
-                row.shape,
+                row.shape + (", compiled" if row.is_compiled else ""),
                 str(row.num_samples),
                 f"{row.num_tokens:,}",
                 f"{row.num_anchors:,}",

@@ -18,6 +18,7 @@ from shared.shard import StoredSample
 from tests.conftest import REPOSITORY
 from trainer import footprint
 from trainer.batch import Batch, collate
+from trainer.compiled import compile_layers_
 from trainer.config import TrainConfig
 from trainer.drafter import Drafter
 from trainer.liger import is_used
@@ -46,6 +47,7 @@ class GpuShape:
 @dataclass(frozen=True, slots=True)
 class GpuRow:
     shape: str
+    is_compiled: bool
     num_samples: int
     num_tokens: int
     num_anchors: int
@@ -64,16 +66,21 @@ class GpuRow:
 
 
 def large_shapes() -> list[GpuShape]:
-    """Those of the configurations for Qwen3-8B and Qwen3.6-27B."""
+    """Those of the configurations for Qwen3-8B and Qwen3.6-27B, as they are and compiled."""
     return [
-        _shape("qwen3-8b", hidden_size=4096, vocab_size=151_936),
-        _shape("qwen3.6-27b", hidden_size=5120, vocab_size=248_320),
+        shape
+        for is_compiled in (False, True)
+        for shape in (
+            _shape("qwen3-8b", is_compiled, hidden_size=4096, vocab_size=151_936),
+            _shape("qwen3.6-27b", is_compiled, hidden_size=5120, vocab_size=248_320),
+        )
     ]
 
 
-def _shape(name: str, *, hidden_size: int, vocab_size: int) -> GpuShape:
+def _shape(name: str, is_compiled: bool, *, hidden_size: int, vocab_size: int) -> GpuShape:
     path = REPOSITORY / Path(f"trainer/configs/{name}.toml")
     config = configs.load(TrainConfig, path, ())
+    config = replace(config, train=replace(config.train, compile=is_compiled))
     return GpuShape(name=name, config=config, hidden_size=hidden_size, vocab_size=vocab_size)
 
 
@@ -91,6 +98,8 @@ def measure_gpu(
     )
     head = Head(table_VD, head_VD, torch.ones(hidden_size, device=device, dtype=torch.bfloat16))
     drafter = Drafter(config.drafter, hidden_size, num_features, generator).to(device)
+    if config.train.compile:
+        compile_layers_(drafter)
     optimizer = build_optimizer(drafter.named_parameters(), config.optimizer)
     weigh = weighing(config.loss, config.drafter.block_size, device)
     codec = PRESETS[_CODEC]
@@ -186,6 +195,7 @@ def _row(
     peak = _peak_of(device)
     return GpuRow(
         shape=shape.name,
+        is_compiled=config.train.compile,
         num_samples=len(batch.sample_ids),
         num_tokens=batch.num_tokens,
         num_anchors=count,
