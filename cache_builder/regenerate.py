@@ -21,8 +21,9 @@ from cache_builder.exchange import Exchange
 from cache_builder.generation import Sampling
 from cache_builder.prompts import PromptCounts, read_prompts
 from cache_builder.record import parse_record
+from cache_builder.rendering import message_fields
 from cache_builder.sources import find_files
-from cache_builder.template import ChatTemplate, MaskedTokens, message_fields
+from cache_builder.template import ChatTemplate, MaskedTokens
 
 logger = logging.getLogger(__name__)
 

@@ -7,42 +7,25 @@ end-of-turn token. A token across the edge of an answer is not supervised.
 
 import contextlib
 import hashlib
-import inspect
-import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import jinja2
 import numpy as np
 import numpy.typing as npt
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from cache_builder.answer import locate_answer
 from cache_builder.control import ControlTokens
 from cache_builder.conversation import Conversation, Drop, DropReason, Message, RowRefusedError
 from cache_builder.encoding import Encoder
+from cache_builder.rendering import RENDER_ERRORS, Renderer
 from cache_builder.spans import OPEN_THINK, Span, marked_spans, occurrence_spans, prefix_spans
-from shared.errors import TargetError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TAIL_TOKENS = 32
 """Enough for a think tag and the line breaks behind it, a byte each."""
-
-GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-RENDER_ERRORS = (
-    jinja2.TemplateError,
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    RecursionError,
-)
-"""What a template raises, itself or through its values, on a conversation it does not take."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -86,26 +69,13 @@ class ChatTemplate:
             TargetError: the template does not compile, or the tokenizer gives no offsets.
             ValueError: an argument would replace what is passed anyway.
         """
-        self._reserved = _reserved(tokenizer)
-        if clash := sorted(self._reserved & arguments.keys()):
-            raise ValueError(
-                f"must not set {', '.join(clash)}: it is passed to the template anyway"
-            )
+        self._renderer = Renderer(tokenizer, arguments)
         self._encoder = Encoder(tokenizer)
         self._tokenizer = tokenizer
-        self.arguments = dict(arguments)
-        template = tokenizer.chat_template or ""
-        self.text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+        self.arguments = self._renderer.arguments
+        self.text = self._renderer.template
         """The template. Empty for a target without one, which can only read text and tokens."""
 
-        try:
-            self._render([Message(role="user", content="?")], (), generation_prompt=True)
-        except jinja2.TemplateSyntaxError as error:
-            raise TargetError(
-                f"{tokenizer.name_or_path}: the chat template does not compile ({error})."
-            ) from error
-        except RENDER_ERRORS:
-            pass  # It does not take this conversation; it may take those of the dataset.
         self._control = ControlTokens(tokenizer, self._probes(), end_ids)
 
     @property
@@ -141,7 +111,7 @@ class ChatTemplate:
             RowRefusedError: the template does not take these messages.
         """
         try:
-            text = self._render(messages, tools, generation_prompt=True)
+            text = self._renderer.render(messages, tools, generation_prompt=True)
         except RENDER_ERRORS as error:
             raise RowRefusedError(DropReason.TEMPLATE_REFUSED, _one_line(error)) from error
         return self._encoder.encode(text).ids.astype(np.int32)
@@ -173,7 +143,7 @@ class ChatTemplate:
         Raises:
             RowRefusedError: naming the first.
         """
-        if clash := sorted(self._reserved & recorded.keys()):
+        if clash := sorted(self._renderer.reserved & recorded.keys()):
             raise RowRefusedError(
                 DropReason.BAD_FIELD, f"chat_template_kwargs must not set {', '.join(clash)}"
             )
@@ -222,7 +192,7 @@ class ChatTemplate:
         answer = Message(role="assistant", content="!")
         for messages in ([user, answer, user], [user, answer], [system, user]):
             with contextlib.suppress(*RENDER_ERRORS):
-                yield self._render(messages, (), generation_prompt=messages[-1] is user)
+                yield self._renderer.render(messages, (), generation_prompt=messages[-1] is user)
 
     def _try(self, conversation: Conversation, *, verbatim: bool) -> MaskedTokens | Drop:
         try:
@@ -234,7 +204,7 @@ class ChatTemplate:
         messages = conversation.messages
         turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
         try:
-            text = self._render(messages, conversation.tools, verbatim=verbatim)
+            text = self._renderer.render(messages, conversation.tools, verbatim=verbatim)
         except RENDER_ERRORS as error:
             raise RowRefusedError(DropReason.TEMPLATE_REFUSED, _one_line(error)) from error
         spans = self._spans(text, conversation, turns, verbatim=verbatim)
@@ -281,20 +251,20 @@ class ChatTemplate:
             return False
         messages[turn] = replace(messages[turn], reasoning=None, verbatim=None)
         try:
-            return text == self._render(messages, conversation.tools, verbatim=verbatim)
+            return text == self._renderer.render(messages, conversation.tools, verbatim=verbatim)
         except RENDER_ERRORS:
             return False
 
     def _spans(
         self, text: str, conversation: Conversation, turns: Sequence[int], *, verbatim: bool
     ) -> list[Span]:
-        messages, tools = conversation.messages, list(conversation.tools) or None
+        messages = conversation.messages
 
         def render(num_messages: int, generation_prompt: bool) -> str | None:
             if (num_messages, generation_prompt) == (len(messages), False):
                 return text
             try:
-                return self._render(
+                return self._renderer.render(
                     messages[:num_messages],
                     conversation.tools,
                     generation_prompt=generation_prompt,
@@ -303,64 +273,16 @@ class ChatTemplate:
             except RENDER_ERRORS:
                 return None
 
-        template = self._tokenizer.get_chat_template(tools=tools)
-        if GENERATION_MARKER.search(template):
-            rendered, marks = render_jinja_template(
-                [message_fields(messages, verbatim=verbatim)],
-                tools=tools,
-                chat_template=template,
-                return_assistant_tokens_mask=True,
-                **{**self._tokenizer.special_tokens_map, **self.arguments},
-            )
-            if rendered != [text]:
+        marked = self._renderer.render_marked(messages, conversation.tools, verbatim=verbatim)
+        if marked is not None:
+            rendered, marks = marked
+            if rendered != text:
                 raise RowRefusedError(
                     DropReason.MASK_NOT_PROVABLE, "the template renders differently each time"
                 )
-            return marked_spans(text, marks[0], turns, render)
+            return marked_spans(text, marks, turns, render)
         spans = prefix_spans(text, turns, render)
         return occurrence_spans(text, messages, turns, render) if spans is None else spans
-
-    def _render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
-        *,
-        generation_prompt: bool = False,
-        verbatim: bool = True,
-    ) -> str:
-        text: str = self._tokenizer.apply_chat_template(
-            message_fields(messages, verbatim=verbatim),
-            tools=list(tools) or None,
-            add_generation_prompt=generation_prompt,
-            tokenize=False,
-            **self.arguments,
-        )
-        return text
-
-
-def _reserved(tokenizer: "PreTrainedTokenizerBase") -> set[str]:
-    """Names that template arguments cannot have: transformers passes them itself."""
-    functions = (tokenizer.apply_chat_template, render_jinja_template)
-    return {"self", "messages"}.union(*(inspect.signature(f).parameters for f in functions))
-
-
-def message_fields(messages: Sequence[Message], *, verbatim: bool) -> list[dict[str, Any]]:
-    """Messages as a chat template reads them.
-
-    With `verbatim`, an answer recorded with think tags keeps them in its content, for templates
-    that print or parse them; else the reasoning is a field.
-    """
-    result = []
-    for message in messages:
-        fields: dict[str, Any] = {"role": message.role, "content": message.content}
-        if verbatim and message.verbatim is not None:
-            fields["content"] = message.verbatim
-        elif message.reasoning is not None:
-            fields["reasoning_content"] = message.reasoning
-        if message.tool_calls:
-            fields["tool_calls"] = list(message.tool_calls)
-        result.append({**fields, **message.fields})
-    return result
 
 
 def _one_line(error: Exception) -> str:

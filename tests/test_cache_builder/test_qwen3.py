@@ -17,7 +17,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from cache_builder.conversation import Drop, DropReason
 from cache_builder.record import parse_record
-from cache_builder.template import ChatTemplate, MaskedTokens, message_fields
+from cache_builder.rendering import message_fields
+from cache_builder.template import ChatTemplate, MaskedTokens
 from tests.conftest import DEMO_DATA, REPOSITORY
 from tests.test_cache_builder.test_template import parse, supervised
 
