@@ -71,7 +71,7 @@ class TargetConfig:
     """The target's name in the rows' `generated_by`; empty takes the end of `path`."""
 
     revision: str | None = None
-    """Commit of a hub model; unset takes the newest and records it."""
+    """Commit, branch or tag of a hub model; unset takes the newest. `cache.json` has the commit."""
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of weights and computation. Never float16: massive activations leave its range."""

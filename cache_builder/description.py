@@ -8,7 +8,7 @@ from typing import Any
 from cache_builder.config import BuildConfig
 from cache_builder.projecting import describe_projection
 from cache_builder.taps import default_layer_ids
-from cache_builder.target import describe_target
+from cache_builder.target import describe_target, hub_revision
 from cache_builder.target_config import load_config
 from cache_builder.template import ChatTemplate
 from cache_builder.tokens import TOKENIZER_FILES, describe_tokens
@@ -156,7 +156,7 @@ def write_description(job: Job, prepared: Prepared, origin: dict[str, Any] | Non
             "head_sha256": prepared.head_sha256,
             "calibration": prepared.calibration,
             "target_name": job.target.path,
-            "target_revision": job.target.revision,
+            "target_revision": hub_revision(job.target, job.target_path),
             "target_files": dict(zip(files, digests, strict=True)),
             **({} if origin is None else {"origin": origin}),
         },

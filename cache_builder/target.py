@@ -64,10 +64,16 @@ def resolve_target(config: TargetConfig) -> Path:
     """The local directory of the target, fetched from the hub if it is a name there.
 
     Raises:
-        TargetError: there is no such directory and the hub does not give it either.
+        TargetError: there is no such directory and the hub does not give it either; or there is
+            one, and a revision is set.
     """
     path = Path(config.path)
     if path.is_dir():
+        if config.revision is not None:
+            raise TargetError(
+                f"{path}: is a directory, which has no revisions. Leave target.revision out, or "
+                "set target.path to the name of a model on the hub."
+            )
         if not (path / "config.json").is_file():
             raise TargetError(f"{path}: no config.json; expected a model in Hugging Face format.")
         return path
@@ -81,6 +87,11 @@ def resolve_target(config: TargetConfig) -> Path:
             f"target {config.path!r}: no such directory, and the hub does not give it "
             f"({type(error).__name__}: {error}). Set target.path."
         ) from error
+
+
+def hub_revision(config: TargetConfig, path: Path) -> str | None:
+    """The commit of a target that `resolve_target` fetched to `path`; None of a directory."""
+    return None if path == Path(config.path) else path.name
 
 
 def stamp_files(path: Path) -> FileStamps:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shared.errors import ConfigError, RunError
 from shared.files import read_json, replace_directory, staging_directory, write_json, writing
-from trainer.caches import generations_of
+from trainer.caches import Caches, generations_of
 from trainer.drafter import Drafter
 from trainer.exporting.card import Facts, is_hub_id, last_block, model_card
 from trainer.exporting.checks import (
@@ -133,11 +133,19 @@ def _open(run: Run, checkpoint: str) -> tuple[Snapshot, Session]:
 def _facts(run: Run, snapshot: Snapshot, session: Session, form: str, target: str | None) -> Facts:
     return Facts(
         form=form,
-        target=target or str(session.cache.parts[0].description["target_name"]),
+        target=target or _target_of(session.cache),
         step=snapshot.step,
         evaluations=run.evaluations(snapshot.step),
         init_from=snapshot.state.get("init_from"),
     )
+
+
+def _target_of(cache: Caches) -> str:
+    """What the cache was captured from. A path cannot be taken for a name on the hub."""
+    description = cache.parts[0].description
+    name = str(description["target_name"])
+    is_path = description["target_revision"] is None
+    return f"./{name}" if is_path and is_hub_id(name) else name
 
 
 def _write(

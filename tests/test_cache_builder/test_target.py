@@ -16,10 +16,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cache_builder import target
+from cache_builder.build import build
 from cache_builder.config import TargetConfig
 from cache_builder.quality import find_fault
 from cache_builder.taps import default_layer_ids
 from cache_builder.target import Target, describe_target, load_model, resolve_target
+from shared.cache import Cache
 from shared.decoder import Decoder
 from shared.errors import CacheIncompatibleError, TargetError
 from shared.spec import LastHidden
@@ -315,6 +317,26 @@ def test_a_missing_target_is_one_line(tmp_path: Path) -> None:
         resolve_target(TargetConfig(path=str(tmp_path / "nothing")))
     with pytest.raises(TargetError, match=r"no config\.json"):
         resolve_target(TargetConfig(path=str(tmp_path)))
+
+
+def test_a_target_of_the_hub_is_recorded_with_its_commit(
+    tiny_target: Path, tiny_build: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the hub's client keeps it: a branch, and a snapshot by its commit."""
+    commit, cached = "0123456789abcdef" * 2 + "01234567", tmp_path / "models--lab--tiny"
+    shutil.copytree(tiny_target, cached / "snapshots" / commit)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for number, revision in enumerate((None, "main")):
+        config = tiny_build(tmp_path / f"cache{number}")
+        config = replace(config, target=replace(CONFIG, path="lab/tiny", revision=revision))
+        build(config)
+        description = Cache(tmp_path / f"cache{number}").description
+        assert description["target_name"] == "lab/tiny"
+        assert description["target_revision"] == commit
+    with pytest.raises(TargetError, match="is a directory, which has no revisions"):
+        resolve_target(TargetConfig(path=str(tiny_target), revision="main"))
 
 
 @pytest.mark.parametrize(

@@ -345,6 +345,36 @@ def test_a_target_named_by_a_path_is_warned_about(
     assert "which is a path. Give its hub id by --target" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("name", "revision", "expected"),
+    [
+        ("models/qwen", None, "./models/qwen"),
+        ("lab/qwen", "0123abcd", "lab/qwen"),
+        ("/models/qwen", None, "/models/qwen"),
+    ],
+)
+def test_a_directory_cannot_be_taken_for_a_name_on_the_hub(
+    run: Run, tmp_path: Path, name: str, revision: str | None, expected: str
+) -> None:
+    """A card that named another model as its base would be wrong, and links to it."""
+    from huggingface_hub import ModelCard
+
+    origin = Session.open
+    with pytest.MonkeyPatch.context() as patch:
+
+        def opened(*arguments: Any, **options: Any) -> Session:
+            session = origin(*arguments, **options)
+            description = session.cache.parts[0].description
+            description |= {"target_name": name, "target_revision": revision}
+            return session
+
+        patch.setattr(Session, "open", opened)
+        out = export_dflash(run, tmp_path / "out")
+    card = ModelCard((out / "README.md").read_text())
+    assert f"vllm serve {expected} " in card.text
+    assert card.data.to_dict().get("base_model") == (expected if revision else None)
+
+
 def test_the_card_tells_where_the_drafter_comes_from(run: Run, exported: Path) -> None:
     from huggingface_hub import ModelCard
 
