@@ -81,13 +81,8 @@ _RANKS = {
         f"rank {title}, {bits}",
         projected(f"projected-{rank}-{preset}", PILOT, preset, "--rank-factor", rank),
     )
-    for rank, title, presets in (
-        ("1", "D", ("lossless", "balanced", "small")),
-        ("1.5", "1.5 D", ("small",)),
-        ("2", "2 D", ("lossless", "small")),
-    )
+    for rank, title in (("1", "D"), ("1.5", "1.5 D"), ("2", "2 D"))
     for preset, bits in _BITS.items()
-    if preset in presets
 }
 
 _GEMMA = (
