@@ -68,7 +68,8 @@ class TargetConfig:
     """Directory in Hugging Face format, or the name of a model on the hub."""
 
     name: str = ""
-    """The target's name in the rows' `generated_by`; empty takes the end of `path`."""
+    """The target's name in the rows' `generated_by`, where `regenerate` writes it and a build looks
+    for it; empty takes the end of `path`."""
 
     revision: str | None = None
     """Commit, branch or tag of a hub model; unset takes the newest. `cache.json` has the commit."""
