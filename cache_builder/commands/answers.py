@@ -14,7 +14,12 @@ from shared.errors import ConfigError, EndpointError
 @click.command()
 @cli.config_options
 @click.option(
-    "-n", "num_samples", type=click.IntRange(min=0), default=3, show_default=True, help="Samples."
+    "-n",
+    "num_samples",
+    type=click.IntRange(min=0, max=2**31 - 1),
+    default=3,
+    show_default=True,
+    help="Samples.",
 )
 @click.option(
     "--rows",
