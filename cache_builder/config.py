@@ -68,7 +68,8 @@ class TargetConfig:
     """Directory in Hugging Face format, or the name of a model on the hub."""
 
     name: str = ""
-    """The target's name in the rows' `generated_by`; empty takes the end of `path`."""
+    """The target's name in the rows' `generated_by`, where `regenerate` writes it and a build looks
+    for it; empty takes the end of `path`."""
 
     revision: str | None = None
     """Commit, branch or tag of a hub model; unset takes the newest. `cache.json` has the commit."""
@@ -89,7 +90,8 @@ class SourceConfig:
     directory that `datasets` saved, or `hub:OWNER/NAME[@REVISION][:SUBSET][:SPLIT]`."""
 
     tag: str = ""
-    """Name by which the trainer can select these samples; empty takes each row's `source`."""
+    """Name by which the trainer can select these samples; empty takes each row's `source`, or that
+    of its file or dataset where the row has none."""
 
     weight: float = 1.0
     """Share of its rows that is taken, by a hash of each row: the same ones at every build."""
@@ -123,7 +125,8 @@ class DataConfig:
     """Rows without a usable conversation: counted by reason, or an error."""
 
     supervise_text: bool = False
-    """Use rows of plain text, with every token supervised. Nothing in them is the target's own."""
+    """Use rows of plain text, with every token but the first supervised. Nothing in them is the
+    target's own."""
 
     template_arguments: dict[str, bool | int | str] = field(default_factory=dict)
     """Arguments of the chat template, for example `enable_thinking = false`."""
@@ -153,6 +156,8 @@ class CaptureConfig:
     """Decoder blocks to store, 0-based; empty takes `num_layers` by the DFlash rule."""
 
     num_layers: int = 5
+    """Of `target_layer_ids` where they are empty; of no effect where they are set."""
+
     last_hidden: LastHidden = "none"
     """Also store the last hidden state, for losses that need the target's distribution: one more
     layer on disk, and the blocks above the last tap are run. `post_norm`, after the final norm, is

@@ -8,7 +8,7 @@ from typing import Any
 
 from cache_builder.config import BuildConfig, Forward, WorkersConfig
 from cache_builder.corpus import TokenizedSample
-from cache_builder.description import create_directories, describe_capture
+from cache_builder.description import create_directories, describe_capture, read_prepared
 from cache_builder.devices import Devices, describe_devices, pick_devices
 from cache_builder.plan import Plan
 from cache_builder.plan_writer import PlanWriter
@@ -21,7 +21,9 @@ from cache_builder.tokens import load_template
 from cache_builder.worker import Job, Task, Worker
 from cache_builder.workspace import workspace
 from shared.errors import ConfigError
+from shared.layout import DESCRIPTION
 from shared.quantity import count, size
+from shared.storage import open_storage
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ def estimate(config: BuildConfig) -> dict[str, Any]:
     sample of them on one device, in a directory that is removed again.
 
     Raises:
+        CacheIncompatibleError: the cache there was built with other settings.
         DataError: the data cannot be used.
         TargetError: the target cannot be loaded.
     """
@@ -45,6 +48,8 @@ def estimate(config: BuildConfig) -> dict[str, Any]:
     spec = describe_capture(config, target_path, template)
     warn_of_last_block(spec.target_layer_ids, spec.target.num_layers)
     path = config.cache.path
+    if open_storage(path).exists(DESCRIPTION):
+        spec.require_equal(read_prepared(path)[0], str(path))  # as a build does
     stored = stored_samples(path)
     known = stored.ids
     known.update(map(bytes.fromhex, stored.quarantined))  # as a build does

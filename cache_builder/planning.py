@@ -17,6 +17,7 @@ from cache_builder.report import MAX_EXAMPLES, UNKNOWN_MODEL, CorpusReport
 from cache_builder.rows import digest_file
 from cache_builder.sources import find_files
 from cache_builder.stored_plans import own_plans, share_plan
+from cache_builder.target import target_name
 from cache_builder.template import ChatTemplate
 from cache_builder.workspace import workspace
 from shared import config as configs
@@ -252,7 +253,7 @@ def log_corpus(report: CorpusReport, template: ChatTemplate, target: TargetConfi
 
 def describe_writers(report: CorpusReport, target: TargetConfig) -> str:
     """How many samples the target did not answer itself, by what the rows say; else nothing."""
-    own = _model_name(target.name or target.path)
+    own = _model_name(target_name(target))
     others = {
         name: number
         for name, number in report.generated_by.items()

@@ -88,7 +88,12 @@ def read_prompts(
                 continue
             if len(ids) > max_prompt_tokens:
                 counts.dropped["too_long"] += 1
-                logger.warning("%s: the prompt has %d tokens", place, len(ids))
+                logger.warning(
+                    "%s: the prompt has %d tokens, at most %d leave room for an answer",
+                    place,
+                    len(ids),
+                    max_prompt_tokens,
+                )
                 continue
             key = _key(conversation)
             if key in seen:

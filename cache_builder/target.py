@@ -89,6 +89,12 @@ def resolve_target(config: TargetConfig) -> Path:
         ) from error
 
 
+def target_name(config: TargetConfig) -> str:
+    """What the `generated_by` of rows calls the target. Not its local directory: one that came from
+    the hub is called by its commit."""
+    return config.name or Path(config.path).absolute().name
+
+
 def hub_revision(config: TargetConfig, path: Path) -> str | None:
     """The commit of a target that `resolve_target` fetched to `path`; None of a directory."""
     return None if path == Path(config.path) else path.name

@@ -350,6 +350,10 @@ def test_a_whole_run_by_its_commands(
     code, out, _ = invoke("trainer", "summary", run)
     assert code == 0
     assert "acceptance length" in out
+    assert f"export             {run / 'export' / 'dflash'}\n" in out
+    shutil.rmtree(run / "export" / "dflash")
+    _, out, _ = invoke("trainer", "summary", run)
+    assert f"export             {run / 'export' / 'speculators'}\n" in out
     code, out, _ = invoke("trainer", "evaluate", run, "--json")
     assert code == 0
     facts = json.loads(out)
@@ -431,6 +435,32 @@ def test_an_option_that_is_no_number_is_wrong_usage(
     code, _, err = invoke(stage, *arguments, value)
     assert code == 2
     assert f"Invalid value for '{arguments[-1]}'" in err
+
+
+@pytest.mark.parametrize(
+    ("stage", "arguments"),
+    [
+        ("trainer", ["sweep", "--config", "c", "--space", "s", "-o", "o", "--jobs", "1025"]),
+        ("trainer", ["sweep", "--config", "c", "--space", "s", "-o", "o", "--trials", 2**31]),
+        ("trainer", ["evaluate", "run", "--samples", 2**31]),
+        ("cache-builder", ["verify", "cache", "--recapture", 2, "--target", "t", "--seed", "-1"]),
+        ("cache-builder", ["import", "specforge", "from", "cache", "--seed", "-1"]),
+        ("cache-builder", ["preview", "--config", "c", "-n", 2**63]),
+    ],
+)
+def test_an_option_out_of_range_is_wrong_usage(
+    invoke: Invoke, stage: str, arguments: list[object]
+) -> None:
+    code, _, err = invoke(stage, *arguments)
+    assert code == 2
+    assert f"Invalid value for '{arguments[-2]}'" in err
+
+
+def test_principal_directions_that_shall_not_be_orthogonal_are_wrong_usage(invoke: Invoke) -> None:
+    options = ("--principal", "--no-orthonormal")
+    code, _, err = invoke("trainer", "projection", "run", "-o", "p", *options)
+    assert code == 2
+    assert "--no-orthonormal: the rows of --principal are orthogonal" in err
 
 
 @pytest.mark.parametrize("package", ["cache_builder", "trainer"])

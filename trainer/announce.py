@@ -1,6 +1,7 @@
 """What a run says before its first step: settings, optimizer, cache, split and order."""
 
 import logging
+import math
 
 import torch
 
@@ -107,6 +108,15 @@ def announce(
         logger.warning(
             "only %d held-out samples: acceptance will mean little. Raise cache.heldout_fraction.",
             len(split.heldout),
+        )
+    checked, saved = config.evaluate.every_steps, config.checkpoint.every_steps
+    if checked and saved % checked:
+        logger.warning(
+            "evaluate.every_steps %d does not divide checkpoint.every_steps %d: only every %dth "
+            "step and the last are evaluated and saved, and may be the best checkpoint.",
+            checked,
+            saved,
+            math.lcm(checked, saved),
         )
     logger.info("order: %s", order)
     if ranks.size > 1:

@@ -10,8 +10,11 @@ from shared import cli, config, log
 from shared.errors import RunError
 from trainer.commands.evaluate import checkpoint_option, evaluate
 from trainer.config import TrainConfig
+from trainer.ranges import COUNT
 from trainer.run import Run
+from trainer.sweep.config import MAX_JOBS
 
+_FORMATS = ("dflash", "speculators")
 _run = click.argument("run", type=click.Path(path_type=Path))
 
 
@@ -66,8 +69,12 @@ def train_command(path: Path, overrides: tuple[str, ...], resume: bool) -> None:
     required=True,
     help="TOML file whose section [sweep] says what to vary and what to look for.",
 )
-@click.option("--trials", type=click.IntRange(min=1), help="Instead of the file's.")
-@click.option("--jobs", type=click.IntRange(min=1), help="Trials at a time; instead of the file's.")
+@click.option("--trials", type=click.IntRange(min=1, max=COUNT), help="Instead of the file's.")
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1, max=MAX_JOBS),
+    help="Trials at a time; instead of the file's.",
+)
 @click.option(
     "-o", "--out", type=click.Path(path_type=Path), required=True, help="Directory of the sweep."
 )
@@ -108,8 +115,8 @@ main.add_command(evaluate)
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["dflash", "speculators"]),
-    default="dflash",
+    type=click.Choice(_FORMATS),
+    default=_FORMATS[0],
     show_default=True,
     help="dflash: z-lab's layout, for dflash, SGLang and vLLM. speculators: for it and vLLM.",
 )
@@ -187,6 +194,8 @@ def projection_command(
 
     if given["rank"] is not None and given["rank_factor"] is not None:
         raise click.UsageError("--rank and --rank-factor say the same: give one of them.")
+    if is_principal and not is_orthonormal:
+        raise click.UsageError("--no-orthonormal: the rows of --principal are orthogonal.")
     settings = ProjectionSettings(
         is_orthonormal=is_orthonormal,
         is_principal=is_principal,
@@ -206,7 +215,8 @@ def summary(run: Path, as_json: bool) -> None:
     """What a run was made of and what came out, in one short table."""
     from trainer.summary import rows, summarize
 
-    facts = summarize(Run(run), run / "export" / "dflash")
+    exports = [run / "export" / form for form in _FORMATS]
+    facts = summarize(Run(run), next((path for path in exports if path.is_dir()), exports[0]))
     if as_json:
         cli.print_json(facts)
     else:

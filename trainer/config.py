@@ -155,7 +155,8 @@ class EvaluateConfig:
 class CheckpointConfig:
     every_steps: int = 500
     keep: int = 2
-    """Checkpoints kept besides the best one."""
+    """Newest checkpoints that are kept. Kept too is the best one, of those that were evaluated at
+    their step."""
 
     max_failures: int = 3
     """Saves that may fail in a row before the run stops."""

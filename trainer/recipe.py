@@ -33,7 +33,8 @@ class RopeScaling:
 
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
-    """Of `llama3`: original contexts per wave, below and above which all or nothing is slowed."""
+    """Of `llama3`: turns over the original context below which a pair is slowed by the whole
+    factor, and above which it keeps its speed."""
 
     def __post_init__(self) -> None:
         require_range(self, "factor", 1.0, 1e6)
@@ -53,6 +54,14 @@ class RopeScaling:
             raise ValueError(f"rope_type {self.rope_type!r} has no {', '.join(sorted(foreign))}")
         if self.rope_type == "llama3" and not self.low_freq_factor < self.high_freq_factor:  # type: ignore[operator]  # both are needed
             raise ValueError("low_freq_factor must be below high_freq_factor")
+        fast, slow = self.turns
+        if fast < slow:
+            raise ValueError(f"beta_fast ({fast:g}) must not be below beta_slow ({slow:g})")
+
+    @property
+    def turns(self) -> tuple[float, float]:
+        """`beta_fast` and `beta_slow` in force."""
+        return self.beta_fast or 32.0, self.beta_slow or 1.0
 
     @property
     def gain(self) -> float:
@@ -231,7 +240,7 @@ class NoiseConfig:
     """Steps over which the scale rises from 0 to `scale`."""
 
     hold_steps: int = 0
-    """Steps at `scale` after the warm-up; 0 holds to the end unless `decay_steps` is set."""
+    """Steps at `scale` between warm-up and decay. Without `decay_steps` it stays to the end."""
 
     decay_steps: int = 0
     """Steps over which the scale falls back to 0 after the hold; 0 never decays."""

@@ -71,8 +71,9 @@ def _yarn(frequency_F: Tensor, config: DrafterConfig, scaling: RopeScaling) -> T
         wavelength = original / (2 * math.pi * times)
         return config.head_dim * math.log(wavelength) / (2 * math.log(config.rope_theta))
 
-    low = max(math.floor(pair_that_turns(scaling.beta_fast or 32.0)), 0)
-    high = min(math.ceil(pair_that_turns(scaling.beta_slow or 1.0)), config.head_dim - 1)
+    fast, slow = scaling.turns
+    low = max(math.floor(pair_that_turns(fast)), 0)
+    high = min(math.ceil(pair_that_turns(slow)), config.head_dim - 1)
     span = high - low or 0.001
     number_F = torch.arange(len(frequency_F), device=frequency_F.device, dtype=torch.float32)
     slow_F = ((number_F - low) / span).clamp(0.0, 1.0)

@@ -135,6 +135,14 @@ def pick_device(name: str, local_rank: int = 0, *, setting: str = "train.device"
     if device.type == "cuda":
         device = torch.device("cuda", local_rank if device.index is None else device.index)
         require_gpu(device.index, f"{setting} {name!r}")
+        return device
+    try:
+        torch.empty(1, device=device)
+    except Exception as error:  # of whatever stands for a kind of device that torch has none of
+        reason = " ".join(str(error).split())[:120]
+        raise ConfigError(
+            f"{setting} {name!r}: is not there ({reason}). Choose cpu, cuda or auto."
+        ) from None
     return device
 
 

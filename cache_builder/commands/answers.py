@@ -8,13 +8,18 @@ import click
 
 from cache_builder.config import BuildConfig
 from shared import cli, config
-from shared.errors import EndpointError
+from shared.errors import ConfigError, EndpointError
 
 
 @click.command()
 @cli.config_options
 @click.option(
-    "-n", "num_samples", type=click.IntRange(min=0), default=3, show_default=True, help="Samples."
+    "-n",
+    "num_samples",
+    type=click.IntRange(min=0, max=2**31 - 1),
+    default=3,
+    show_default=True,
+    help="Samples.",
 )
 @click.option(
     "--rows",
@@ -45,7 +50,11 @@ def preview(path: Path, overrides: tuple[str, ...], num_samples: int, num_rows: 
     "-o", "--out", type=click.Path(path_type=Path), required=True, help="JSON lines; added to."
 )
 @click.option(
-    "--max-new-tokens", type=int, default=2048, show_default=True, help="Tokens of one answer."
+    "--max-new-tokens",
+    type=int,
+    default=2048,
+    show_default=True,
+    help="Tokens of one answer. A prompt may have what they leave of data.max_length.",
 )
 @click.option(
     "--temperature",
@@ -56,7 +65,11 @@ def preview(path: Path, overrides: tuple[str, ...], num_samples: int, num_rows: 
 )
 @click.option("--top-p", type=cli.FiniteFloat(), default=1.0, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True, help="For temperatures over 0.")
-@click.option("--limit", type=click.IntRange(min=1), help="Prompts to answer at most.")
+@click.option(
+    "--limit",
+    type=click.IntRange(min=1),
+    help="Prompts at most, those that are answered in the file already included.",
+)
 @click.option(
     "--omit-ids", is_flag=True, help="Leave ids out of rows whose text tokenizes to exactly them."
 )
@@ -69,7 +82,7 @@ def preview(path: Path, overrides: tuple[str, ...], num_samples: int, num_rows: 
 )
 @click.option(
     "--name",
-    help="What to call the target in the rows; default: its directory's name. Without --endpoint.",
+    help="What to call the target in the rows; default: target.name. Without --endpoint.",
 )
 @click.option("--endpoint", metavar="URL", help="Ask this server, such as http://host:8000/v1.")
 @click.option("--model", help="What the server calls the target. With --endpoint.")
@@ -158,7 +171,7 @@ def regenerate(
     from cache_builder.protocol import EndpointConfig
     from cache_builder.regenerate import Answerer, rows
     from cache_builder.regenerate import regenerate as regenerate_answers
-    from cache_builder.target import describe_target, resolve_target
+    from cache_builder.target import describe_target, resolve_target, target_name
     from cache_builder.target_config import load_config
     from cache_builder.tokens import describe_rendering, end_token_ids, load_template
 
@@ -179,6 +192,11 @@ def regenerate(
         )
     except ValueError as error:
         raise click.UsageError(str(error)) from error
+    if max_new_tokens >= settings.data.max_length:
+        raise ConfigError(
+            f"--max-new-tokens {max_new_tokens}: leaves no room for a prompt in data.max_length "
+            f"{settings.data.max_length}, the tokens of a sample. Lower it, or raise that."
+        )
     place = resolve_target(settings.target)
     template = load_template(place, settings.data)
     answerer: Answerer
@@ -191,7 +209,7 @@ def regenerate(
             generated_by = dispatcher.describe()
         else:
             weights = describe_target(place, settings.target).weights_sha256
-            generated_by = f"{name or place.name}@{weights[:16]}"
+            generated_by = f"{name or target_name(settings.target)}@{weights[:16]}"
             answerer = Batches(LocalGenerator(place, settings.target), batch_size)
         report = regenerate_answers(
             answerer,

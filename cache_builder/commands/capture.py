@@ -11,14 +11,15 @@ from shared import cli, config, log
 _workers_option = click.option(
     "--workers",
     type=click.IntRange(min=1, max=MAX_WORKERS),
-    help="Processes, each with the target in its memory. Default: one per GPU; without a GPU, as "
-    "many as cores (by workers.threads) and memory hold. Any number gives the same cache.",
+    help="Processes, each with the target in its memory. Default: workers.num_workers; unset, one "
+    "per GPU, or without a GPU as many as cores (by workers.threads) and memory hold. Any number "
+    "gives the same cache.",
 )
 _launcher_option = click.option(
     "--launcher",
     type=click.Choice(get_args(Launcher)),
     help="Where workers run: processes of this machine, or actors on the nodes of a Ray cluster "
-    "that is running. Default: local.",
+    "that is running. Default: workers.launcher; unset, local.",
 )
 
 

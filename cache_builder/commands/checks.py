@@ -38,7 +38,13 @@ def inspect(cache: Location, as_json: bool) -> None:
 @click.option(
     "--target", type=click.Path(path_type=Path), help="Directory of the target, for --recapture."
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Chooses the K samples.")
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Chooses the K samples.",
+)
 @cli.json_option
 def verify(
     cache: Location,

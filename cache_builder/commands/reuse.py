@@ -56,6 +56,7 @@ def merge(into: Location, sources: tuple[Location, ...]) -> None:
 @click.option(
     "--target", required=True, help="Directory (or hub name) of the model that was captured."
 )
+@click.option("--revision", help="Commit, branch or tag of a target of the hub.")
 @click.option(
     "--layer-ids",
     metavar="K,K,...",
@@ -112,7 +113,11 @@ def merge(into: Location, sources: tuple[Location, ...]) -> None:
     type=cli.FiniteFloat(),
     help=f"Relative difference that is allowed; default: {_CHECK.tolerance:g}.",
 )
-@click.option("--seed", type=int, help=f"Chooses the K samples; default: {_CHECK.seed}.")
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    help=f"Chooses the K samples; default: {_CHECK.seed}.",
+)
 @click.option(
     "--max-quarantined-fraction",
     type=cli.FiniteFloat(),

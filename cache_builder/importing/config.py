@@ -46,6 +46,8 @@ class CheckConfig:
     def __post_init__(self) -> None:
         if self.num_samples < 0:
             raise ValueError(f"num_samples must not be negative, got {self.num_samples}")
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, got {self.seed}")
         if not 0 < self.tolerance < 1:
             raise ValueError(f"tolerance must lie between 0 and 1, got {self.tolerance}")
 
@@ -76,7 +78,7 @@ class ImportConfig:
     """The target's directory in Hugging Face format, or its name on the hub."""
 
     revision: str | None = None
-    """Commit of a hub model."""
+    """Commit, branch or tag of a hub model; unset takes the newest."""
 
     dtype: Literal["bfloat16", "float32"] | None = None
     """Type the target computed in; unset is the type that the states are stored in."""
@@ -116,8 +118,10 @@ def read_options(
     Raises:
         ConfigError: a value does not fit.
     """
-    if no_recapture and num_samples is not None:
-        raise ConfigError("--recapture K and --no-recapture exclude each other")
+    checks = {"--recapture K": num_samples, "--tolerance": tolerance, "--seed": seed}
+    given = [name for name, value in checks.items() if value is not None]
+    if no_recapture and given:
+        raise ConfigError(f"{given[0]} and --no-recapture exclude each other")
     sections: dict[str, dict[str, Any]] = {
         "cache": {"path": cache, "min_free_gb": min_free_gb},
         "declared": {

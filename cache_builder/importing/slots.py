@@ -91,6 +91,11 @@ def resolve_slots(
             f"{num_layers - 1 + shift}.{hint}"
         )
     last = num_layers - 1 + shift
+    if declared.keep_last and last not in ids:
+        raise DataError(
+            f"--keep-last: none of --layer-ids {_joined(ids)} is the last block, {last} in the "
+            f"numbering `{declared.layer_numbering}`. Leave it out, or correct the ids."
+        )
     keeps_last = last in ids and _keeps_last(declared, last)
     kept = sorted((i - shift, column) for column, i in enumerate(ids) if i != last or keeps_last)
     if not kept:

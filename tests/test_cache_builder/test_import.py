@@ -216,6 +216,10 @@ MISSING = [
         "All of them fit `hidden-states`",
     ),
     ({"last_hidden": "after-norm", "keep_last": True}, "after the final norm, which cannot be"),
+    (
+        {"layer_ids": (1, 2, 3), "keep_last": True},
+        "--keep-last: none of .* 1,2,3 is the last block",
+    ),
 ]
 
 
@@ -626,7 +630,12 @@ def test_its_command(
     assert isinstance(run(*declared, "--layer-ids", "1,x").exception, ConfigError)
     assert isinstance(run(*declared, "--codec", "tiny").exception, ConfigError)
     assert isinstance(run(*declared, "--recapture", 1, "--no-recapture").exception, ConfigError)
+    for option in ("--tolerance", "--seed"):  # of no consequence where nothing is compared
+        error = run(*declared, "--no-recapture", option, 1).exception
+        assert f"{option} and --no-recapture exclude each other" in str(error)
     assert isinstance(run(*declared, "--tolerance", 0).exception, ConfigError)
+    error = run(*declared, "--revision", "main").exception
+    assert "is a directory, which has no revisions" in str(error)
     assert not (tmp_path / "cache").exists()
     result = run(*declared, "--codec", "lossless", "--recapture", 3, "--shard-mib", 0.25)
     assert result.exit_code == 0, result.exception

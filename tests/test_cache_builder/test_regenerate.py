@@ -16,11 +16,13 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
 import torch
+from click.testing import CliRunner
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cache_builder.answer_file import KEY, AnswerFile
 from cache_builder.batches import Batches, Generator
 from cache_builder.build import build
+from cache_builder.cli import main
 from cache_builder.config import DataConfig, TargetConfig
 from cache_builder.conversation import Conversation, Drop, DropReason
 from cache_builder.generation import Answer, LocalGenerator, Sampling
@@ -29,7 +31,7 @@ from cache_builder.regenerate import RegenerateReport, regenerate
 from cache_builder.template import ChatTemplate
 from cache_builder.tokens import load_template
 from shared.cache import Cache
-from shared.errors import DataError, OutOfSpaceError
+from shared.errors import ConfigError, DataError, OutOfSpaceError
 from tests.conftest import REPOSITORY, conversations, write_jsonl
 from tests.test_cache_builder.server import Hashing
 
@@ -264,6 +266,63 @@ def test_sigkill_loses_no_answer_that_was_written(
     reference, _ = run(generator, template, data, tmp_path / "reference.jsonl")
     found = {row["id"]: row["input_ids"] for row in map(json.loads, out.read_text().splitlines())}
     assert found == {row["id"]: row["input_ids"] for row in reference}
+
+
+@pytest.fixture
+def command(tmp_path: Path, tiny_target: Path) -> list[str]:
+    """`cache-builder regenerate` of three prompts, which are the data of its configuration too."""
+    data, config = prompts(tmp_path / "p.jsonl", 3), tmp_path / "cache.toml"
+    config.write_text(
+        f'[cache]\npath = "{tmp_path}/c"\n[target]\npath = "{tiny_target}"\ndtype = "float32"\n'
+        f'[data]\nsources = ["{data}"]\nmax_length = 256\n'
+    )
+    out = tmp_path / "o.jsonl"
+    return ["regenerate", "--config", str(config), str(data), "-o", str(out), "--limit", "1"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({}, "tiny"),
+        ({"target.name": "Tiny-4"}, "Tiny-4"),
+        ({"target.path": "lab/Tiny-0.1B"}, "Tiny-0.1B"),
+    ],
+)
+def test_answers_bear_the_name_by_which_a_build_knows_them_for_its_targets_own(
+    settings: dict[str, str],
+    name: str,
+    command: list[str],
+    tiny_target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a model of the hub, the end of its name there: its local directory is called by commit."""
+    cached = tmp_path / "models--lab--Tiny-0.1B"
+    shutil.copytree(tiny_target, cached / "snapshots" / ("0123456789" * 4))
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0123456789" * 4)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    given = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    result = CliRunner().invoke(main, [*command, *given, "--max-new-tokens", "4"])
+    assert result.exit_code == 0, result.exception
+    (row,) = map(json.loads, (tmp_path / "o.jsonl").read_text().splitlines())
+    assert row["generated_by"].partition("@")[0] == name
+    sources = ["--set", f'data.sources=["{tmp_path / "o.jsonl"}"]']
+    result = CliRunner().invoke(main, ["preview", *command[1:3], *given, *sources])
+    assert "1 sample" in result.output
+    assert "not answered by the target" not in result.output
+
+
+@pytest.mark.parametrize("options", [[], ["--max-new-tokens", "256"]])
+def test_answers_that_leave_no_room_for_a_prompt_are_refused(
+    options: list[str], command: list[str], tmp_path: Path
+) -> None:
+    """Every prompt would be left out as too long, one after the other."""
+    result = CliRunner().invoke(main, [*command, *options])
+    assert isinstance(result.exception, ConfigError)
+    assert f"--max-new-tokens {(options or ['', '2048'])[-1]}" in str(result.exception)
+    assert "data.max_length 256" in str(result.exception)
+    assert not (tmp_path / "o.jsonl").exists()
 
 
 def test_answers_of_other_settings_are_not_mixed(

@@ -15,7 +15,7 @@ from cache_builder.config import BuildConfig
 from cache_builder.estimate import estimate, rows
 from cache_builder.space import free_bytes, require_fit, require_floor
 from shared.cache import Cache
-from shared.errors import OutOfSpaceError
+from shared.errors import CacheIncompatibleError, OutOfSpaceError
 from tests.conftest import conversations, write_jsonl
 
 MakeBuild = Callable[..., BuildConfig]
@@ -59,6 +59,12 @@ def test_the_estimate_counts_new_samples_only(
     facts = estimate(tiny_build(tiny_cache, data=[tiny_data, more]))
     assert facts["num_samples"] == 10
     assert facts["already_cached"] == 48
+
+
+def test_the_estimate_refuses_what_the_build_would(tiny_build: MakeBuild, tiny_cache: Path) -> None:
+    """Samples of a cache of other settings are none that the build has already."""
+    with pytest.raises(CacheIncompatibleError, match="built with other settings"):
+        estimate(tiny_build(tiny_cache, preset="small"))
 
 
 def test_what_cannot_fit_is_refused_with_the_numbers(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from trainer.sweep import sweep as sweep_module
 from trainer.sweep.command import run_sweep
 from trainer.sweep.files import list_files
 from trainer.sweep.process import Traffic
+from trainer.sweep.sweep import Sweep
 
 REPOSITORY = Path(__file__).parent.parent.parent
 FEW = ("train.steps=4", "evaluate.every_steps=2")
@@ -434,6 +435,29 @@ def test_without_a_cache_nothing_is_begun(
     with pytest.raises(CacheNotFoundError):
         search(tmp_path / "out", files(LR), overrides)
     assert not (tmp_path / "out").exists()
+
+
+def test_without_held_out_samples_nothing_is_begun(
+    files: Callable[..., tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """No trial would have a figure to be judged by, which shows at the end of each."""
+    with pytest.raises(ConfigError, match=r"tau_walk: no held-out sample.*heldout_fraction"):
+        search(tmp_path / "out", files(LR), [*FEW, "cache.heldout_fraction=0"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_devices_that_no_job_takes_are_named(
+    files: Callable[..., tuple[Path, Path]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(Sweep, "run", lambda self: None)
+    given = files('devices = ["cpu", "cpu:1", "cpu:2"]', LR)
+    search(tmp_path / "three", given, jobs=3)
+    assert "sweep.devices" not in caplog.text
+    search(tmp_path / "one", given)
+    assert "sweep.devices: cpu:1, cpu:2 stay idle, since sweep.jobs is 1" in caplog.text
 
 
 def test_a_directory_of_something_else_is_left_alone(

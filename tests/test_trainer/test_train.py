@@ -78,6 +78,25 @@ def test_a_run_writes_one_line_per_step_and_ends_with_a_checkpoint(
     assert stored["optimizer"]["betas"] == [0.9, 0.95]
 
 
+def test_checkpoints_that_cannot_be_the_best_are_announced(
+    tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A score is that of an evaluation at the very step: step 2 has none, 4 and the last do."""
+    config = tiny_train(
+        tmp_path / "run",
+        tiny_cache,
+        steps=5,
+        evaluate=training.EvaluateConfig(every_steps=4, max_samples=1, tree_budgets=(4,)),
+        checkpoint=training.CheckpointConfig(every_steps=2, keep=9),
+    )
+    train(config)
+    paths = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    scored = [path.name for path in paths if load(path).score is not None]
+    assert [path.name[-1] for path in paths] == ["2", "4", "5"]
+    assert [name[-1] for name in scored] == ["4", "5"]
+    assert "only every 4th step and the last are evaluated and saved" in caplog.text
+
+
 def test_a_finished_run_does_nothing_twice(
     tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path
 ) -> None:

@@ -156,6 +156,17 @@ def test_a_variant_is_not_the_plain_drafter(name: str) -> None:
         (
             {
                 "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 4,
+                    "original_max_position_embeddings": 8192,
+                    "beta_fast": 0.5,
+                }
+            },
+            "beta_fast .0.5. must not be below beta_slow .1",
+        ),
+        (
+            {
+                "rope_scaling": {
                     "rope_type": "llama3",
                     "factor": 8,
                     "original_max_position_embeddings": 8192,

@@ -9,6 +9,7 @@ from click.core import ParameterSource
 
 from shared import cli
 from shared.location import Location
+from trainer.ranges import COUNT
 from trainer.run import BEST, NEWEST, Run
 
 checkpoint_option = click.option(
@@ -25,7 +26,9 @@ checkpoint_option = click.option(
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--cache", type=cli.LocationType(), help="Another cache of the same settings.")
 @click.option(
-    "--samples", type=click.IntRange(min=1), help="Held-out samples; default as configured."
+    "--samples",
+    type=click.IntRange(min=1, max=COUNT),
+    help="Held-out samples; default as configured.",
 )
 @click.option(
     "--target", type=click.Path(path_type=Path), help="Decode with this target: see above."

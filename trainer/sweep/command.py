@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from shared.errors import ConfigError
 from trainer.caches import Caches
+from trainer.index import split_samples
 from trainer.sweep.config import load_sweep
 from trainer.sweep.files import list_files
 from trainer.sweep.report import summary_lines, table_lines, trial_rows, write_page
@@ -39,14 +41,25 @@ def run_sweep(
         The signal that stopped it; None if all trials are done.
 
     Raises:
-        ConfigError: the files do not fit, or not each other. Nothing was started.
+        ConfigError: the files do not fit, or not each other, or no trial would have a figure.
+            Nothing was started.
         CacheError: there is no cache, or it is damaged. Nothing was started.
         RunError: all trials failed, or the directory is not one of this sweep.
     """
     sweep = load_sweep(space)
     sweep = replace(sweep, trials=trials or sweep.trials, jobs=jobs or sweep.jobs)
-    caches = Space(sweep, base, overrides).config.cache.paths
-    Caches(caches)  # what cannot start is refused before anything is written
+    cache = Space(sweep, base, overrides).config.cache
+    caches = cache.paths
+    # What cannot start, or end with a figure, is refused before anything is written.
+    if not len(split_samples(Caches(caches), cache).heldout):
+        raise ConfigError(
+            f"sweep.metric {sweep.metric}: no held-out sample to judge a trial by. Raise "
+            f"cache.heldout_fraction, which is {cache.heldout_fraction:g}."
+        )
+    if idle := sweep.devices[sweep.jobs :]:
+        logger.warning(
+            "sweep.devices: %s stay idle, since sweep.jobs is %d", ", ".join(idle), sweep.jobs
+        )
     with locked(directory):
         before = list_files(caches)
         search = Sweep(directory, sweep, base, overrides)

@@ -9,6 +9,7 @@ from shared import config as configs
 from shared.errors import ConfigError
 from trainer.ranges import require_range, require_text
 
+MAX_JOBS = 1024
 Scalar: TypeAlias = bool | int | str | float
 Choice: TypeAlias = Scalar | tuple[Scalar, ...]
 
@@ -58,7 +59,8 @@ class SweepConfig:
     """Trials that run at the same time, each a process."""
 
     devices: tuple[str, ...] = ()
-    """`train.device` of each job, in turn; empty leaves the configured one to all."""
+    """`train.device` of each job, in turn; empty leaves the configured one to all. Those beyond
+    `jobs` stay idle."""
 
     seed: int = 0
     """Of the search. That of the runs is `train.seed`."""
@@ -73,7 +75,7 @@ class SweepConfig:
 
     def __post_init__(self) -> None:
         require_range(self, "trials startup_trials", 1)
-        require_range(self, "jobs", 1, 1024)
+        require_range(self, "jobs", 1, MAX_JOBS)
         require_range(self, "seed", 0)
         require_text(self, "metric devices")
         if not self.space:
