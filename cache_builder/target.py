@@ -71,8 +71,8 @@ def resolve_target(config: TargetConfig) -> Path:
     if path.is_dir():
         if config.revision is not None:
             raise TargetError(
-                f"{path}: is a directory, which has no revisions. Leave target.revision out, or "
-                "set target.path to the name of a model on the hub."
+                f"{path}: is a directory, which has no revisions. Leave the revision out, or "
+                "name a model on the hub."
             )
         if not (path / "config.json").is_file():
             raise TargetError(f"{path}: no config.json; expected a model in Hugging Face format.")
