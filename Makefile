@@ -1,7 +1,7 @@
 # `make` lists the targets. See README.md.
 
 CONFIG ?= demo
-NAME := $(basename $(notdir $(CONFIG)))
+NAME := $(patsubst %.toml,%,$(notdir $(CONFIG)))
 CACHE ?= caches/$(NAME)
 RUN ?= runs/$(NAME)
 

@@ -89,9 +89,18 @@ def kind_of(schema: type[Any], key: str) -> Any:
         if name not in hints:
             hint = suggest(name, list(hints)) if hints else ", which lies in no section"
             raise ConfigError(f"{key}: unknown key {name!r}{hint}")
-        kind = hints[name]
+        kind = _section_of(hints[name])
     if dataclasses.is_dataclass(kind):
         raise ConfigError(f"{key}: is a section, expected a setting of it")
+    return kind
+
+
+def _section_of(kind: Any) -> Any:
+    """The section that a setting is, if it may also be left out; else `kind`."""
+    if typing.get_origin(kind) in (Union, types.UnionType):
+        choices = [one for one in typing.get_args(kind) if one is not type(None)]
+        if len(choices) == 1 and dataclasses.is_dataclass(choices[0]):
+            return choices[0]
     return kind
 
 

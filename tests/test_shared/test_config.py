@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.config import build, differences, flatten, load, to_dict
+from shared.config import build, differences, flatten, kind_of, load, to_dict
 from shared.errors import ConfigError
+from shared.location import Location
 from tests.test_shared.mutate import steady
 
 
@@ -38,6 +39,7 @@ class Outer:
     devices: Literal["auto", "cpu"] | tuple[str, ...] = "auto"
     level: Literal[0, 1] = 0
     other: Inner | None = None
+    place: Location | None = None
 
 
 SMALLEST = 'path = "data"\n[sampler]\nseed = 3\n'
@@ -358,7 +360,23 @@ def test_to_dict_holds_plain_values_and_the_defaults() -> None:
         "devices": "auto",
         "level": 0,
         "other": None,
+        "place": None,
     }
+
+
+@pytest.mark.parametrize("key", ["sampler.seed", "other.seed"])
+def test_the_type_of_a_setting_is_told_also_where_its_section_may_be_left_out(key: str) -> None:
+    assert kind_of(Outer, key) is int
+
+
+def test_a_place_in_a_bucket_is_no_section() -> None:
+    assert kind_of(Outer, "place") == Location | None
+
+
+@pytest.mark.parametrize("key", ["sampler", "other"])
+def test_a_section_is_no_setting(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{key}: is a section"):
+        kind_of(Outer, key)
 
 
 def test_flatten_joins_the_keys_and_keeps_an_empty_table() -> None:

@@ -21,8 +21,10 @@ from trainer.cli import main
 from trainer.run import Run
 from trainer.sweep import sweep as sweep_module
 from trainer.sweep.command import run_sweep
+from trainer.sweep.config import load_sweep
 from trainer.sweep.files import list_files
 from trainer.sweep.process import Traffic
+from trainer.sweep.space import Space
 from trainer.sweep.sweep import Sweep
 
 REPOSITORY = Path(__file__).parent.parent.parent
@@ -399,6 +401,7 @@ def test_choices_may_be_lists_and_words(
         ("", '"optimiser.lr" = { low = 1, high = 2 }', "did you mean 'optimizer'"),
         ("", '"optimizer.lr.x" = { low = 1, high = 2 }', "'x', which lies in no section"),
         ("", "optimizer = { low = 1, high = 2 }", "optimizer: is a section"),
+        ("", '"drafter.rope_scaling" = { choices = ["yarn"] }', "rope_scaling: is a section"),
         ("", '"run.path" = { choices = ["a"] }', "run.path is set by the sweep"),
         ("", '"loss.kind" = { low = 1, high = 2 }', "loss.kind is no number"),
         ("", '"train.seed" = { low = 0.5, high = 2 }', "train.seed is an integer"),
@@ -426,6 +429,16 @@ def test_a_sweep_that_cannot_be_is_refused_before_anything_runs(
     with pytest.raises(ConfigError, match=message):
         search(tmp_path / "out", files(head, space))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_setting_of_a_section_that_may_be_left_out_can_vary(
+    files: Callable[..., tuple[Path, Path]],
+) -> None:
+    key = "drafter.rope_scaling.factor"
+    sweep, base = files("trials = 1", f"{key} = {{ low = 1.0, high = 8.0 }}")
+    given = ["drafter.rope_scaling.rope_type=linear", f"{key}=2.0"]
+    space = Space(load_sweep(sweep), base, [*FEW, *given])
+    assert space.draw(optuna.trial.FixedTrial({key: 4.0})) == [f"{key}=4.0"]
 
 
 def test_without_a_cache_nothing_is_begun(
