@@ -51,8 +51,9 @@ class MergeReport:
 def merge(into: Location, sources: Sequence[Location]) -> MergeReport:
     """Add to the cache `into` what the newest generations of `sources` have and it has not.
 
-    Nothing is captured or encoded anew, and `sources` are only read. Every file is compared with
-    its digest before its shard is committed. Killed, the same call goes on.
+    Nothing is captured or encoded anew, and `sources` are only read. Files that are copied are
+    compared with their digests, rewritten shards by the checksums of their chunks, before anything
+    is committed. Killed, the same call goes on.
 
     Raises:
         CacheNotFoundError: one of them is not a published cache.

@@ -58,12 +58,12 @@ def preview(path: Path, overrides: tuple[str, ...], num_samples: int, num_rows: 
 )
 @click.option(
     "--temperature",
-    type=cli.FiniteFloat(),
+    type=cli.FiniteFloat(min=0.0),
     default=0.0,
     show_default=True,
     help="0: always the most likely.",
 )
-@click.option("--top-p", type=cli.FiniteFloat(), default=1.0, show_default=True)
+@click.option("--top-p", type=cli.FiniteFloat(min=0.0, max=1.0), default=1.0, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True, help="For temperatures over 0.")
 @click.option(
     "--limit",
@@ -108,7 +108,7 @@ def preview(path: Path, overrides: tuple[str, ...], num_samples: int, num_rows: 
 )
 @click.option(
     "--timeout",
-    type=cli.FiniteFloat(),
+    type=cli.FiniteFloat(min=0.0),
     default=600.0,
     show_default=True,
     help="Seconds for one answer. With --endpoint.",

@@ -110,7 +110,7 @@ def merge(into: Location, sources: tuple[Location, ...]) -> None:
 @click.option("--no-recapture", is_flag=True, help="Compare nothing: believe the declarations.")
 @click.option(
     "--tolerance",
-    type=cli.FiniteFloat(),
+    type=cli.FiniteFloat(min=0.0),
     help=f"Relative difference that is allowed; default: {_CHECK.tolerance:g}.",
 )
 @click.option(
@@ -120,14 +120,18 @@ def merge(into: Location, sources: tuple[Location, ...]) -> None:
 )
 @click.option(
     "--max-quarantined-fraction",
-    type=cli.FiniteFloat(),
+    type=cli.FiniteFloat(min=0.0),
     help="Share of samples with unusable states (not finite, constant) allowed; as in a build.",
 )
 @click.option(
-    "--shard-mib", type=cli.FiniteFloat(), help="Raw states of one shard, MiB; as in a build."
+    "--shard-mib",
+    type=cli.FiniteFloat(min=0.0),
+    help="Raw states of one shard, MiB; as in a build.",
 )
 @click.option(
-    "--min-free-gb", type=cli.FiniteFloat(), help="Disk space that stays free; as in a build."
+    "--min-free-gb",
+    type=cli.FiniteFloat(min=0.0),
+    help="Disk space that stays free; as in a build.",
 )
 def import_command(kind: str, source: Path, cache: Location, **options: Any) -> None:
     """Import hidden states that another tool captured into CACHE.
