@@ -157,7 +157,7 @@ class Training:
             tqdm(total=config.train.steps, initial=logged, unit="step", disable=None) as bar,
         ):
             batches = iter(loader)
-            next_line = time.monotonic()
+            next_line = began = time.monotonic()
             saved, score = self.step, None
 
             def save() -> None:
@@ -185,7 +185,8 @@ class Training:
                     bar.set_postfix_str(f"loss {metrics['train/loss']:.3f}", refresh=False)
                     if bar.disable and time.monotonic() > next_line:  # no terminal: lines instead
                         next_line = time.monotonic() + _SECONDS_PER_LINE
-                        self._log_progress(metrics)
+                        seconds = (time.monotonic() - began) / (self.step - logged)
+                        self._log_progress(metrics, seconds)
                     writer.check()
                     if self._is_due(config.checkpoint.every_steps):
                         save()
@@ -232,8 +233,8 @@ class Training:
             "weights": weights,
         }
 
-    def _log_progress(self, metrics: dict[str, Any]) -> None:
-        left = (self.config.train.steps - self.step) * metrics["speed/step_seconds"]
+    def _log_progress(self, metrics: dict[str, Any], seconds_per_step: float) -> None:
+        left = (self.config.train.steps - self.step) * seconds_per_step
         logger.info(
             "step %d of %d: loss %.4f, %.0f tokens/s, waited for data %.1f %%, about %s left",
             self.step,

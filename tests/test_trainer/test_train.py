@@ -5,6 +5,7 @@ import math
 import multiprocessing
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -741,3 +742,25 @@ def test_a_gpu_learns_what_a_cpu_learns_and_resumes(
             assert left[name] == pytest.approx(right[name], rel=tolerance), name
     assert found[-1]["heldout/loss"] == pytest.approx(expected[-1]["heldout/loss"], rel=tolerance)
     assert found[-1]["memory/peak_bytes"] > 0
+
+
+def test_the_time_left_is_by_all_steps_so_far_and_not_by_the_last(
+    tiny_train: MakeTrain,
+    tiny_cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Steps of short and long samples take turns: by one of them the time would jump."""
+    train_step = learner.Learner.train_step
+
+    def uneven(self: learner.Learner, batches: Any) -> Any:
+        time.sleep(2 if self.step == 0 else 0)
+        return train_step(self, batches)
+
+    monkeypatch.setattr(learner.Learner, "train_step", uneven)
+    monkeypatch.setattr("trainer.train._SECONDS_PER_LINE", 0.0)
+    with caplog.at_level("INFO"):
+        train(tiny_train(tmp_path, tiny_cache, steps=20))
+    [line] = re.findall(r"step 2 of 20: .* about (\d+) s left", caplog.text)
+    assert int(line) >= 18  # 18 steps of a second or more each
