@@ -36,7 +36,7 @@ CONFIG = DrafterConfig(
 )
 
 
-pytestmark = pytest.mark.filterwarnings("default")  # of the compiler, on what it could do better
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler, on its own code
 
 
 @pytest.fixture(autouse=True)
