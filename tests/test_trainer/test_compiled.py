@@ -76,7 +76,7 @@ def test_many_sizes_take_few_graphs_and_give_the_values_and_gradients_of_the_lay
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")  # type: ignore[no-untyped-call]
     compile_layers_(compiled, counter)
     assert list(compiled.state_dict()) == list(plain.state_dict())
-    sizes = [(128, 16), *((64 * k, 5 + k) for k in range(2, 30))]  # 128: as many slots as tokens
+    sizes = [(128, 16), *((64 * k, 5 + k) for k in range(2, 14))]  # 128: as many slots as tokens
     for size in sizes:
         expected = values_and_gradients(plain, *size, dtype)
         found = values_and_gradients(compiled, *size, dtype)
