@@ -6,40 +6,45 @@ through its memory (on a CPU they stay in its cache, see `trainer.logits`).
 M slots of a chunk   V vocabulary
 """
 
+import logging
 from functools import cache
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
+from packaging.specifiers import SpecifierSet
 from torch import Tensor
 
-from shared.errors import ConfigError
 from trainer.recipe import LossConfig
+
+logger = logging.getLogger(__name__)
+
+VERSIONS = ">=0.8.5,<0.9"
+"""Whose kernel takes the arguments below; those of the extra `liger`."""
 
 _NO_LABEL = -100
 
 
 @cache
 def is_installed() -> bool:
-    return find_spec("liger_kernel") is not None
+    """Whether liger-kernel is there in a version that is known; warns of another, once."""
+    try:
+        found = version("liger-kernel")
+    except PackageNotFoundError:
+        return False
+    if found not in SpecifierSet(VERSIONS):
+        logger.warning(
+            "liger-kernel %s is not used: expected %s. `pip install 'liger-kernel%s'`, or set "
+            "loss.kernel = 'torch'.",
+            *(found, VERSIONS, VERSIONS),
+        )
+        return False
+    return True
 
 
 def is_used(config: LossConfig, device: torch.device) -> bool:
-    """Whether the loss takes Liger's kernel: `auto` takes it on a GPU where it is installed.
-
-    Raises:
-        ConfigError: it is asked for and cannot be had.
-    """
-    if config.kernel != "liger":
-        is_fit = device.type == "cuda" and not config.needs_teacher
-        return config.kernel == "auto" and is_fit and is_installed()
-    where = "loss.kernel 'liger'"
-    if device.type != "cuda":
-        raise ConfigError(f"{where}: needs a GPU, train.device is {device}. Set 'auto'.")
-    if not is_installed():
-        raise ConfigError(
-            f"{where}: liger-kernel is not installed. Run `pip install liger-kernel`."
-        )
-    return True
+    """Whether the loss takes Liger's kernel: on a GPU, where it is installed and not refused."""
+    is_fit = device.type == "cuda" and not config.needs_teacher
+    return is_fit and config.kernel == "auto" and is_installed()
 
 
 def cross_entropy_(

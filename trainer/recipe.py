@@ -175,7 +175,7 @@ class LossConfig:
     anchors_per_chunk: int = 64
     """Blocks whose logits exist at the same time."""
 
-    kernel: Literal["auto", "liger", "torch"] = "auto"
+    kernel: Literal["auto", "torch"] = "auto"
     """What reduces the logits: `auto` takes Liger's kernel on a GPU where liger-kernel is
     installed, but torch's operators elsewhere, and for `kl` and `tv`. Only rounding depends on
     it."""
@@ -184,8 +184,6 @@ class LossConfig:
         require_range(self, "gamma", 1e-3, 1e6)
         require_range(self, "dpace_alpha", 0.0, 1.0)
         require_range(self, "anchors_per_chunk", 1)
-        if self.kernel == "liger" and self.needs_teacher:
-            raise ValueError(f"kernel 'liger' has no loss of kind {self.kind!r}: set 'auto'")
 
     @property
     def needs_teacher(self) -> bool:

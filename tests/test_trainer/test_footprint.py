@@ -190,7 +190,7 @@ def test_logits_of_a_gpu_are_not_held_in_float32_where_a_kernel_reduces_them(
 ) -> None:
     config = tiny_train(tmp_path / "run", tmp_path)
     taken = {}
-    for kernel in ("torch", "liger"):
+    for kernel in ("torch", "auto"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("trainer.liger.is_installed", lambda: True)
             taken[kernel] = footprint.estimate(
@@ -205,7 +205,7 @@ def test_logits_of_a_gpu_are_not_held_in_float32_where_a_kernel_reduces_them(
                 device=torch.device("cuda"),
             ).gradients_or_activations
     num_logits = 16 * (config.drafter.block_size - 1) * 50_000
-    assert taken["torch"] - taken["liger"] == 4 * num_logits
+    assert taken["torch"] - taken["auto"] == 4 * num_logits
 
 
 def test_the_largest_batch_is_found_by_tokens_and_slots() -> None:

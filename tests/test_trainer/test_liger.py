@@ -5,6 +5,7 @@ imported: in a process of its own.
 """
 
 import multiprocessing
+import tomllib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields, replace
@@ -17,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.errors import ConfigError
+from tests.conftest import REPOSITORY
 from trainer import config as training
 from trainer import liger
 from trainer.config import TrainConfig
@@ -151,9 +152,6 @@ def test_a_run_takes_the_kernel_in_its_steps_and_evaluations(
         ("auto", "decay", CUDA, False, False),
         ("auto", "decay", CPU, True, False),
         ("torch", "decay", CUDA, True, False),
-        ("liger", "decay", CUDA, True, True),
-        ("liger", "decay", CUDA, False, "liger-kernel is not installed"),
-        ("liger", "decay", CPU, True, "needs a GPU, train.device is cpu"),
     ],
 )
 def test_the_kernel_is_taken_where_it_can_be(
@@ -161,18 +159,27 @@ def test_the_kernel_is_taken_where_it_can_be(
     kind: Any,
     device: torch.device,
     is_installed: bool,
-    expected: bool | str,
+    expected: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(liger, "is_installed", lambda: is_installed)
-    config = LossConfig(kind=kind, kernel=kernel)
-    if isinstance(expected, str):
-        with pytest.raises(ConfigError, match=expected):
-            liger.is_used(config, device)
-    else:
-        assert liger.is_used(config, device) is expected
+    assert liger.is_used(LossConfig(kind=kind, kernel=kernel), device) is expected
 
 
-def test_a_teacher_has_no_kernel() -> None:
-    with pytest.raises(ValueError, match="kernel 'liger' has no loss of kind 'kl'"):
-        LossConfig(kind="kl", kernel="liger")
+@pytest.mark.parametrize(
+    ("found", "expected"), [("0.8.5", True), ("0.8.4", False), ("0.9.0", False)]
+)
+def test_another_version_is_not_used_and_is_named(
+    found: str, expected: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its kernel may take other arguments, and a run would end in its first step."""
+    monkeypatch.setattr(liger, "version", lambda _: found)
+    assert liger.is_installed.__wrapped__() is expected
+    assert (
+        f"liger-kernel {found} is not used: expected {liger.VERSIONS}" in caplog.text
+    ) != expected
+
+
+def test_the_extra_installs_a_version_that_is_used() -> None:
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert extras["optional-dependencies"]["liger"] == [f"liger-kernel{liger.VERSIONS}"]
