@@ -263,7 +263,9 @@ class Meter:
         if self._device.type == "cuda":
             self.peak = torch.cuda.max_memory_allocated(self._device)
         elif (highest := _resident("VmHWM")) is not None and self._begin is not None:
-            self.peak = highest - self._begin
+            # Linux sums what each core counts now and then (proc(5): "inaccurate"): the highest
+            # can come out some pages below what was in use before.
+            self.peak = max(self.peak or 0, highest - self._begin)
         return self.peak
 
 
