@@ -441,6 +441,40 @@ def test_a_setting_of_a_section_that_may_be_left_out_can_vary(
     assert space.draw(optuna.trial.FixedTrial({key: 4.0})) == [f"{key}=4.0"]
 
 
+@pytest.mark.parametrize(
+    ("given", "head", "space", "message"),
+    [
+        ("optimizer.lr=1e-3", (), LR, r"--set optimizer.lr: sweep.space varies optimizer.lr\."),
+        (
+            "drafter.rope_scaling.factor=2.0",
+            (),
+            '"drafter.rope_scaling" = { choices = ["yarn"] }',
+            r"--set drafter.rope_scaling.factor: sweep.space varies drafter.rope_scaling\.",
+        ),
+        ("run.path=elsewhere", (), LR, r"--set run.path: a sweep gives each trial its own"),
+        ("tracking.name=mine", (), LR, r"--set tracking.name: a sweep gives each trial its own"),
+        ("train.device=cpu", ('devices = ["cpu"]',), LR, "train.device is given by sweep.devices"),
+        (
+            "train.steps=4",
+            ('devices = ["cpu"]',),
+            '"train.device" = { choices = ["cpu", "auto"] }',
+            "train.device is given by sweep.devices",
+        ),
+    ],
+)
+def test_what_the_sweep_would_replace_cannot_be_set(
+    given: str,
+    head: tuple[str, ...],
+    space: str,
+    message: str,
+    files: Callable[..., tuple[Path, Path]],
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        search(tmp_path / "out", files(*head, space), [given])
+    assert not (tmp_path / "out").exists()
+
+
 def test_without_a_cache_nothing_is_begun(
     files: Callable[..., tuple[Path, Path]], tmp_path: Path
 ) -> None:

@@ -15,8 +15,8 @@ from trainer.config import TrainConfig
 from trainer.metrics import AcceptanceTotals
 from trainer.sweep.config import Choice, Dimension, SweepConfig
 
-_OURS = ("run.path",)
-"""Settings that the sweep gives itself."""
+_OURS = ("run.path", "tracking.name")
+"""Settings that the sweep gives each trial itself, whatever the configuration has."""
 
 
 class Space:
@@ -30,6 +30,7 @@ class Space:
         """
         self._dimensions = dict(sweep.space)
         self._base, self._overrides = base, overrides
+        self._check_overrides(sweep)
         self.config = configs.load(TrainConfig, base, self._with_device(sweep.devices[:1]))
         self._is_integer = {key: self._check_kind(key) for key in self._dimensions}
         for key, dimension in self._dimensions.items():
@@ -55,6 +56,22 @@ class Space:
 
     def _with_device(self, devices: Sequence[str]) -> list[str]:
         return [*self._overrides, *(_override("train.device", device) for device in devices)]
+
+    def _check_overrides(self, sweep: SweepConfig) -> None:
+        """Refuse what one part of the command says and another would replace without a word."""
+        given = [override.partition("=")[0].strip() for override in self._overrides]
+        for key in given:
+            if key in _OURS:
+                raise ConfigError(f"--set {key}: a sweep gives each trial its own. Leave it out.")
+            if varied := [k for k in self._dimensions if f"{key}.".startswith(f"{k}.")]:
+                raise ConfigError(
+                    f"--set {key}: sweep.space varies {varied[0]}. Fix it or vary it, not both."
+                )
+        if sweep.devices and "train.device" in (*given, *self._dimensions):
+            raise ConfigError(
+                "train.device is given by sweep.devices, and also by --set or sweep.space. Keep "
+                "one of them."
+            )
 
     def _check_kind(self, key: str) -> bool:
         """Whether the setting `key` is an integer."""
