@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any, TypeVar, cast
 
 import click
+from click.core import ParameterSource
 
 from shared import log
 from shared.errors import ConfigError, DraftCacheError
@@ -71,6 +72,17 @@ class FiniteFloat(click.FloatRange):
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+
+
+def given_options(context: click.Context) -> list[str]:
+    """Options that the command line has, by their first names; not those left to their default."""
+    return [
+        parameter.opts[0]
+        for parameter in context.command.params
+        if isinstance(parameter, click.Option)
+        and parameter.name is not None
+        and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
+    ]
 
 
 def print_json(value: Any) -> None:

@@ -456,6 +456,35 @@ def test_an_option_out_of_range_is_wrong_usage(
     assert f"Invalid value for '{arguments[-2]}'" in err
 
 
+@pytest.mark.parametrize(
+    ("stage", "arguments", "message"),
+    [
+        ("cache-builder", ["verify", "cache", "--seed", 1], "--seed goes with --recapture"),
+        (
+            "trainer",
+            ["evaluate", "r", "--target", "t", "--prompts", "p", "--seed", 1],
+            "--seed goes with --temperature",
+        ),
+        (
+            "cache-builder",
+            ["regenerate", "p", "--config", "c", "-o", "o", "--seed", 1],
+            "--seed goes with --temperature",
+        ),
+        (
+            "cache-builder",
+            ["regenerate", "p", "--config", "c", "-o", "o", "--top-p", 0.9],
+            "--top-p goes with --temperature",
+        ),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_wrong_usage(
+    invoke: Invoke, stage: str, arguments: list[object], message: str
+) -> None:
+    code, _, err = invoke(stage, *arguments)
+    assert code == 2
+    assert message in err
+
+
 def test_principal_directions_that_shall_not_be_orthogonal_are_wrong_usage(invoke: Invoke) -> None:
     options = ("--principal", "--no-orthonormal")
     code, _, err = invoke("trainer", "projection", "run", "-o", "p", *options)

@@ -63,7 +63,13 @@ def preview(path: Path, overrides: tuple[str, ...], num_samples: int, num_rows: 
     show_default=True,
     help="0: always the most likely.",
 )
-@click.option("--top-p", type=cli.FiniteFloat(min=0.0, max=1.0), default=1.0, show_default=True)
+@click.option(
+    "--top-p",
+    type=cli.FiniteFloat(min=0.0, max=1.0),
+    default=1.0,
+    show_default=True,
+    help="For temperatures over 0.",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="For temperatures over 0.")
 @click.option(
     "--limit",
@@ -175,7 +181,7 @@ def regenerate(
     from cache_builder.target_config import load_config
     from cache_builder.tokens import describe_rendering, end_token_ids, load_template
 
-    _require_fitting(context, endpoint, model)
+    _require_fitting(context, endpoint, model, temperature)
     settings = config.load(BuildConfig, path, overrides)
     try:
         sampling = Sampling(
@@ -232,26 +238,20 @@ def regenerate(
         )
 
 
-def _require_fitting(context: click.Context, endpoint: str | None, model: str | None) -> None:
+def _require_fitting(
+    context: click.Context, endpoint: str | None, model: str | None, temperature: float
+) -> None:
     """Refuse options of `regenerate` that would be ignored."""
     if endpoint is not None and not model:
         raise click.UsageError("--endpoint needs --model")
-    ignored = (
-        {"batch_size": "--batch-size", "name": "--name"}
-        if endpoint is not None
-        else {
-            "model": "--model",
-            "concurrency": "--concurrency",
-            "is_chat": "--chat",
-            "is_plain": "--plain",
-            "timeout": "--timeout",
-            "retries": "--retries",
-        }
-    )
-    for parameter, option in ignored.items():
-        if context.get_parameter_source(parameter) is click.core.ParameterSource.COMMANDLINE:
+    of_endpoint = {"--model", "--concurrency", "--chat", "--plain", "--timeout", "--retries"}
+    ignored = of_endpoint if endpoint is None else {"--batch-size", "--name"}
+    for option in cli.given_options(context):
+        if option in ignored:
             way = "with" if endpoint is not None else "without"
             raise click.UsageError(f"{option} means nothing {way} --endpoint")
+        if option in ("--seed", "--top-p") and not temperature:
+            raise click.UsageError(f"{option} goes with --temperature: at 0 nothing is drawn")
 
 
 @click.command("convert-gguf")

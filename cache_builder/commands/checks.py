@@ -46,7 +46,9 @@ def inspect(cache: Location, as_json: bool) -> None:
     help="Chooses the K samples.",
 )
 @cli.json_option
+@click.pass_context
 def verify(
+    context: click.Context,
     cache: Location,
     deep: bool,
     num_samples: int | None,
@@ -66,6 +68,8 @@ def verify(
 
     if (num_samples is None) != (target is None):
         raise click.UsageError("--recapture K and --target DIR go together")
+    if num_samples is None and "--seed" in cli.given_options(context):
+        raise click.UsageError("--seed goes with --recapture: without it no sample is drawn")
     with Bar("verify", "shard") as bar:
         problems = verify_cache(cache, deep=deep, progress=bar.reach)
     report = None

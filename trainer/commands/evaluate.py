@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from shared import cli
 from shared.location import Location
@@ -77,7 +76,13 @@ checkpoint_option = click.option(
     show_default=True,
     help="Above 0, texts are drawn from the target's distribution; 0 is greedy.",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="For a temperature over 0.",
+)
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16", "float16"]),
@@ -123,17 +128,17 @@ def evaluate(
     speed-up        against plain decoding of the same prompts in this run, prefills left out
     """
     given = [
-        parameter.opts[0]
-        for parameter in context.command.params
-        if parameter.name is not None
-        and context.get_parameter_source(parameter.name) == ParameterSource.COMMANDLINE
-        and parameter.name not in ("run", "as_json", "target", "checkpoint")
+        name
+        for name in cli.given_options(context)
+        if name not in ("--json", "--target", "--checkpoint")
     ]
     of_cache = {"--cache", "--samples"}
     if wrong := [name for name in given if (name in of_cache) == (target is not None)]:
         if target is None:
             raise click.UsageError(f"{wrong[0]} goes with --target, the directory of the target.")
         raise click.UsageError(f"{wrong[0]} is of the evaluation from a cache, without --target.")
+    if "--seed" in given and not options["temperature"]:
+        raise click.UsageError("--seed goes with --temperature: at 0 nothing is drawn.")
     if target is not None:
         _decode(run, target, as_json, checkpoint=checkpoint, **options)
         return
