@@ -126,7 +126,8 @@ class DataConfig:
 
     supervise_text: bool = False
     """Use rows of plain text, with every token but the first supervised. Nothing in them is the
-    target's own."""
+    target's own. Control tokens written in them (`<|im_end|>`) become tokens, so that rendered
+    conversations can come this way."""
 
     template_arguments: dict[str, bool | int | str] = field(default_factory=dict)
     """Arguments of the chat template, for example `enable_thinking = false`."""
