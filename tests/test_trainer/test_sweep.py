@@ -436,8 +436,9 @@ def test_a_setting_of_a_section_that_may_be_left_out_can_vary(
 ) -> None:
     key = "drafter.rope_scaling.factor"
     sweep, base = files("trials = 1", f"{key} = {{ low = 1.0, high = 8.0 }}")
-    given = ["drafter.rope_scaling.rope_type=linear", f"{key}=2.0"]
-    space = Space(load_sweep(sweep), base, [*FEW, *given])
+    with base.open("a") as file:
+        file.write('[drafter.rope_scaling]\nrope_type = "linear"\nfactor = 2.0\n')
+    space = Space(load_sweep(sweep), base, FEW)
     assert space.draw(optuna.trial.FixedTrial({key: 4.0})) == [f"{key}=4.0"]
 
 
