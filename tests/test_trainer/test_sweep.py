@@ -415,6 +415,11 @@ def test_choices_may_be_lists_and_words(
         ("", "", "space must name at least one"),
         ('metric = "tau_wlak"', LR, "'tau_wlak', did you mean 'tau_walk'"),
         ('metric = "tau_tree.64"', LR, "unknown 'tau_tree.64'"),  # budgets are 4 and 8
+        (
+            'metric = "loss"\ntrials = 1',
+            '"loss.gamma" = { low = 1.0, high = 9.0 }',
+            "loss.gamma of the space",
+        ),
         ("trails = 3", LR, "'trails', did you mean 'trials'"),
         ('devices = ["cpu", ""]', LR, "devices must not be empty"),
     ],

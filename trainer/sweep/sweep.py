@@ -252,7 +252,7 @@ class Sweep:
         before = Traffic(*trial.user_attrs.get("traffic", []))
         total = before + traffic
         trial.set_user_attr("traffic", [total.read, total.from_disk, total.written])
-        if step is not None:
+        if step is not None and step >= 0:
             trial.set_user_attr("step", step)
 
     def _stop_all(self) -> None:
