@@ -498,6 +498,21 @@ def test_broken_lines_and_one_that_is_being_written(tmp_path: Path) -> None:
 def test_a_log_that_falls_silent(tmp_path: Path) -> None:
     def change(step: int, line: Line) -> Line:
         line["time/uptime_seconds"] += 90.0 if step >= 170 else 0.0
+@pytest.mark.parametrize(("unlogged", "last"), [(None, 200), ({"train/loss": 1.0}, 199)])
+def test_lines_that_are_missing_before_the_newest_checkpoint(
+    tmp_path: Path, unlogged: dict[str, float] | None, last: int
+) -> None:
+    """A save comes after the lines of its steps, but for one that is still to be evaluated."""
+    run = make_run(
+        tmp_path,
+        change=lambda step, line: line if step <= 180 else None,
+        state={"unlogged": unlogged},
+    )
+    assert the_fault(run, "missing-lines").steps == ((181, last),)
+    (tmp_path / "metrics.jsonl").unlink()
+    assert the_fault(run, "missing-lines").steps == ((1, last),)
+
+
         return line
 
     fault = the_fault(make_run(tmp_path, change=change), "silent-gap")

@@ -109,16 +109,18 @@ class RunView:
         Raises:
             RunError: there is no run, or its files are not those of one.
         """
+        found = [
+            held
+            for path in checkpoints.all_paths(run.path)
+            if (held := _checkpoint(path)) is not None
+        ]
         config = run.config()
         return cls(
             path=run.path,
+            # After the checkpoints: in progress, a run must have the lines of each of them.
             config=config,
             steps=read_steps(run.path / METRICS),
-            checkpoints=[
-                held
-                for path in checkpoints.all_paths(run.path)
-                if (held := _checkpoint(path)) is not None
-            ],
+            checkpoints=found,
             evaluations=run.evaluations(config.train.steps),
             nonfinite={
                 int(re.sub(r"\D", "", path.stem)): list(read_json(path)["samples"])
