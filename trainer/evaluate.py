@@ -25,7 +25,7 @@ from trainer.logits import room_for_logits
 from trainer.loss import weighing
 from trainer.metrics import AcceptanceTotals
 from trainer.ranking import NUM_RANKS, best_tokens
-from trainer.run import NEWEST, Run
+from trainer.run import HELDOUT, NEWEST, Run
 from trainer.sampler import bucket_edges
 from trainer.session import Session
 from trainer.snapshot import restore
@@ -76,7 +76,7 @@ def evaluate(
     return {
         **totals.summary(),
         "num_samples": len(chosen),
-        "heldout_sha256": sha256_bytes(cache.index.sample_ids[chosen].tobytes()),
+        HELDOUT: sha256_bytes(cache.index.sample_ids[chosen].tobytes()),
     }
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import fcntl
 import logging
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +35,9 @@ _FREE_KEYS = (
     "train.max_nonfinite_steps",
 )
 
+
+HELDOUT = "heldout_sha256"
+"""Of an evaluation: digest of the ids of its samples."""
 
 NEWEST = "newest"
 BEST = "best"
@@ -89,7 +93,10 @@ class Run:
             (self.path / _EVALUATIONS).mkdir(parents=True, exist_ok=True)
             start = -1 if snapshot is None else snapshot.step
             for path in (self.path / _EVALUATIONS).glob("step-*.json"):
-                if read_json(path)["step"] > start:  # of steps that are about to be done again
+                if _step_of(path) > start:  # of steps that are about to be done again
+                    path.unlink()
+            for step, path in self.nonfinite().items():
+                if step > start:
                     path.unlink()
         write_json(self.path / _CONFIG, configs.to_dict(config))
 
@@ -161,7 +168,11 @@ class Run:
                 "this run another path."
             ) from None
         finally:
-            if is_new and [path.name for path in self.path.iterdir()] == [_LOCK]:
+            if (
+                is_new
+                and self.path.is_dir()
+                and [path.name for path in self.path.iterdir()] == [_LOCK]
+            ):
                 remove_tree(self.path)
             os.close(descriptor)
 
@@ -218,6 +229,12 @@ class Run:
         write_json(path, {"loss": repr(loss), "grad_norm": repr(grad_norm), "samples": sample_ids})
         return path
 
+    def nonfinite(self) -> dict[int, Path]:
+        """What `write_nonfinite` has written, by step."""
+        pattern = re.compile(re.escape(_NONFINITE).replace(r"\{\}", r"(\d+)"))
+        found = {path: pattern.fullmatch(path.name) for path in self.path.glob("*")}
+        return {int(match[1]): path for path, match in sorted(found.items()) if match is not None}
+
     def write_evaluation(self, step: int, heldout: dict[str, Any]) -> None:
         """Keep one evaluation. What is not finite becomes null."""
         path = self.path / _EVALUATIONS / f"step-{step:08d}.json"
@@ -226,5 +243,18 @@ class Run:
     def evaluations(self, last_step: int, *, after: int = -1) -> list[dict[str, Any]]:
         """The evaluations after step `after` up to `last_step`, by step."""
         paths = (self.path / _EVALUATIONS).glob("step-*.json")
-        found = [read_json(path) for path in paths if int(path.stem.partition("-")[2]) > after]
+        remedy = "Delete it: metrics.jsonl has its figures."
+        found = [read_json(path, remedy=remedy) for path in paths if _step_of(path) > after]
         return sorted((e for e in found if e["step"] <= last_step), key=lambda e: int(e["step"]))
+
+
+def _step_of(evaluation: Path) -> int:
+    return int(evaluation.stem.partition("-")[2])
+
+
+def on_same_samples(evaluations: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those on the held-out samples of the last one, which may be compared with it.
+
+    `evaluate.max_samples` may change when a run is resumed.
+    """
+    return [each for each in evaluations if each.get(HELDOUT) == evaluations[-1].get(HELDOUT)]

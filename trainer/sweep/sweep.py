@@ -17,7 +17,7 @@ from shared import config as configs
 from shared.errors import ConfigError, RunError
 from shared.files import write_bytes, writing
 from trainer.config import TrainConfig
-from trainer.run import Run
+from trainer.run import HELDOUT, Run
 from trainer.stop import StopRequest
 from trainer.sweep.config import SweepConfig
 from trainer.sweep.process import Traffic, TrialProcess
@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 BASE = "train.toml"
 _POLL_SECONDS = 0.2
-_HELDOUT = "heldout_sha256"
 _STOPPED_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 _YOUNG_CODES = (-signal.SIGINT, -signal.SIGTERM)
 """Of a trial that is stopped before it has set up how it stops."""
@@ -205,10 +204,10 @@ class Sweep:
 
     def _compare_heldout(self, evaluation: dict[str, Any]) -> str | None:
         """Why figures of other trials must not be compared with this one's; None if they may."""
-        ours = evaluation[_HELDOUT]
-        first = self.study.user_attrs.get(_HELDOUT)
+        ours = evaluation[HELDOUT]
+        first = self.study.user_attrs.get(HELDOUT)
         if first is None:
-            self.study.set_user_attr(_HELDOUT, ours)
+            self.study.set_user_attr(HELDOUT, ours)
         elif first != ours:
             return (
                 "its held-out samples are not those of the first trial: leave cache.* and "
