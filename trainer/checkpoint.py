@@ -26,6 +26,7 @@ from shared.errors import RunError
 from shared.files import (
     canonical_json,
     commit_directory,
+    listed,
     remove_tree,
     sha256_bytes,
     sha256_file,
@@ -224,10 +225,8 @@ def _scored(paths: list[Path]) -> list[Path]:
 
 def _checkpoints(directory: Path) -> list[Path]:
     """Checkpoint directories, oldest first."""
-    return sorted(
-        (path for path in directory.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)),
-        key=step_of,
-    )
+    found = [path for path in listed(directory) if re.fullmatch(r"step-\d{8,}", path.name)]
+    return sorted(found, key=step_of)
 
 
 def step_of(path: Path) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 from shared import config as configs
 from shared.errors import ConfigError, RunError
-from shared.files import read_json, remove_tree, write_json, writing
+from shared.files import listed, read_json, remove_tree, write_json, writing
 from trainer import checkpoint as checkpoints
 from trainer.config import TrainConfig
 from trainer.snapshot import Snapshot
@@ -90,14 +90,12 @@ class Run:
                     "Restore them, give the run another path, or begin anew with --fresh."
                 )
         with writing(self.path):
-            (self.path / _EVALUATIONS).mkdir(parents=True, exist_ok=True)
             start = -1 if snapshot is None else snapshot.step
-            for path in (self.path / _EVALUATIONS).glob("step-*.json"):
-                if _step_of(path) > start:  # of steps that are about to be done again
-                    path.unlink()
-            for step, path in self.nonfinite().items():
+            # Of steps that are about to be done again.
+            for step, path in [*self._evaluated().items(), *self.nonfinite().items()]:
                 if step > start:
                     path.unlink()
+            (self.path / _EVALUATIONS).mkdir(parents=True, exist_ok=True)
         write_json(self.path / _CONFIG, configs.to_dict(config))
 
     def require_own(self) -> None:
@@ -231,9 +229,11 @@ class Run:
 
     def nonfinite(self) -> dict[int, Path]:
         """What `write_nonfinite` has written, by step."""
-        pattern = re.compile(re.escape(_NONFINITE).replace(r"\{\}", r"(\d+)"))
-        found = {path: pattern.fullmatch(path.name) for path in self.path.glob("*")}
-        return {int(match[1]): path for path, match in sorted(found.items()) if match is not None}
+        return _by_step(self.path, r"nonfinite-(\d+)\.json")
+
+    def _evaluated(self) -> dict[int, Path]:
+        """Files of evaluations by step."""
+        return _by_step(self.path / _EVALUATIONS, r"step-(\d+)\.json")
 
     def write_evaluation(self, step: int, heldout: dict[str, Any]) -> None:
         """Keep one evaluation. What is not finite becomes null."""
@@ -242,14 +242,19 @@ class Run:
 
     def evaluations(self, last_step: int, *, after: int = -1) -> list[dict[str, Any]]:
         """The evaluations after step `after` up to `last_step`, by step."""
-        paths = (self.path / _EVALUATIONS).glob("step-*.json")
         remedy = "Delete it: metrics.jsonl has its figures."
-        found = [read_json(path, remedy=remedy) for path in paths if _step_of(path) > after]
+        found = [
+            read_json(path, remedy=remedy)
+            for step, path in self._evaluated().items()
+            if step > after
+        ]
         return sorted((e for e in found if e["step"] <= last_step), key=lambda e: int(e["step"]))
 
 
-def _step_of(evaluation: Path) -> int:
-    return int(evaluation.stem.partition("-")[2])
+def _by_step(directory: Path, pattern: str) -> dict[int, Path]:
+    """Files of `directory` by the number in their names."""
+    found = {path: re.fullmatch(pattern, path.name) for path in listed(directory)}
+    return {int(match[1]): path for path, match in found.items() if match is not None}
 
 
 def on_same_samples(evaluations: list[dict[str, Any]]) -> list[dict[str, Any]]:

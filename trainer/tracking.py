@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from shared.errors import RunError
-from shared.files import write_bytes, write_json
+from shared.files import write_bytes, write_json, writing
 from trainer.config import TrackingConfig
 
 logger = logging.getLogger(__name__)
@@ -41,11 +41,15 @@ class Tracker:
 
         Later lines are cut off, since those steps are about to be done again; from step 0 the
         file starts empty.
+
+        Raises:
+            DraftCacheError: it cannot be read or written.
         """
-        run_dir.mkdir(parents=True, exist_ok=True)
         self.path = run_dir / METRICS
-        self._step, num_steps_back = _cut(self.path, start_step)
-        self._file = self.path.open("ab", buffering=0)
+        with writing(self.path):
+            run_dir.mkdir(parents=True, exist_ok=True)
+            self._step, num_steps_back = _cut(self.path, start_step)
+            self._file = self.path.open("ab", buffering=0)
         self._unwritten = b""
         self._wandb = (
             None if config.wandb == "off" else _Wandb(run_dir, config, run_config, num_steps_back)

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from shared.cache import Cache
-from shared.errors import CacheError, ConfigError, NonFiniteError, RunError
+from shared.errors import CacheError, ConfigError, DraftCacheError, NonFiniteError, RunError
 from tests.test_cache_builder.stored import Killer
 from trainer import config as training
 from trainer import learner
@@ -29,6 +29,7 @@ from trainer.config import TrainConfig
 from trainer.loader import Loader
 from trainer.run import Run
 from trainer.summary import summarize
+from trainer.tracking import Tracker
 from trainer.train import Training, train
 
 pytestmark = pytest.mark.slow
@@ -692,6 +693,33 @@ def test_a_damaged_evaluation_says_what_to_do_and_holds_up_no_resume(
     train(config)
     with pytest.raises(CacheError, match=r"step-00000000\.json: not JSON .* Delete it"):
         Run(tmp_path).evaluations(2)
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "evaluations"])
+def test_a_run_whose_other_disk_is_not_there_does_not_begin_anew(
+    tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path, name: str
+) -> None:
+    """It took the link for an empty directory: step 0 again, and the metrics gone."""
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    config = tiny_train(run, tiny_cache, steps=2)
+    train(config)
+    (run / name).rename(disk)
+    (run / name).symlink_to(disk)
+    train(config)
+    before = metrics(run)
+    disk.rename(tmp_path / "unmounted")
+    with pytest.raises(DraftCacheError, match=rf"{name}: cannot be .*disk"):
+        train(config)
+    assert metrics(run) == before
+
+
+def test_metrics_that_cannot_be_written_are_one_line(
+    tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "evaluations").mkdir()
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(DraftCacheError, match=r"metrics\.jsonl: cannot be written"):
+        Tracker(tmp_path, training.TrackingConfig(), {})
 
 
 def test_a_resume_is_checked_against_the_checkpoint_not_the_file(
