@@ -39,6 +39,9 @@ _FREE_KEYS = (
 HELDOUT = "heldout_sha256"
 """Of an evaluation: digest of the ids of its samples."""
 
+INDEX = "index_sha256"
+"""Of an evaluation: digest of the index of the cache, or of each of several."""
+
 NEWEST = "newest"
 BEST = "best"
 """Of the highest held-out acceptance length: `tau_walk`."""

@@ -667,6 +667,7 @@ def test_a_resume_with_more_heldout_samples_compares_with_none_of_before(
     for path in (tmp_path / "checkpoints").iterdir():
         held = load(path)
         assert held.state["scored_on"] == evaluations[held.step]["heldout_sha256"]
+        assert held.cache["index_sha256"] == evaluations[held.step]["index_sha256"]
     facts = summarize(run, tmp_path)
     assert facts["heldout_loss"] == [evaluations[4]["loss"], evaluations[6]["loss"]]
 
