@@ -113,6 +113,25 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no number")
 
 
+def listed(directory: Path) -> list[Path]:
+    """What lies in `directory`, in the order of names; nothing where there is none.
+
+    `Path.glob` takes one that may not be read, or lies on a disk that is not there, for empty.
+
+    Raises:
+        DraftCacheError: it cannot be read, is no directory, or a link that leads nowhere.
+    """
+    try:
+        return sorted(directory.iterdir())
+    except FileNotFoundError:
+        if not directory.is_symlink():
+            return []
+        reason = f"it leads to {directory.readlink()}, which is not there"
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+    raise DraftCacheError(f"{directory}: cannot be read ({reason}). Look at what lies there.")
+
+
 def remove_partials(directory: Path) -> int:
     """Delete what `write_bytes` left behind in `directory` when its process was killed."""
     count = 0

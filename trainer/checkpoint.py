@@ -26,6 +26,7 @@ from shared.errors import RunError
 from shared.files import (
     canonical_json,
     commit_directory,
+    listed,
     remove_tree,
     sha256_bytes,
     sha256_file,
@@ -40,6 +41,8 @@ CHECKPOINTS = "checkpoints"
 DRAFTER = "drafter.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
+SCORED_ON = "scored_on"
+"""In the state: digest of the held-out samples that the score is of."""
 
 _FIELDS = ("step", "batch_position", "score", "state", "config", "cache")
 
@@ -103,6 +106,8 @@ def newest_valid(run_dir: Path) -> Path | None:
 
 def best_valid(run_dir: Path) -> Path:
     """The checkpoint of the highest score, as rotation keeps it: of equal ones the newest.
+
+    Only scores on the same held-out samples as the newest one count.
 
     Raises:
         RunError: there is none with a score, or it is damaged.
@@ -198,24 +203,30 @@ def _rotate(newest: Path, keep: int) -> None:
 
 
 def _scored(paths: list[Path]) -> list[Path]:
-    """Those that have a score, the best last. What cannot be read has none."""
+    """Those whose scores may be compared with the newest one, the best last.
+
+    What cannot be read has no score. Scores on other held-out samples than the newest are left
+    out: `evaluate.max_samples` may change when a run is resumed.
+    """
     scored = []
     for path in paths:
         try:
-            score = _read_state(path)["score"]
+            payload = _read_state(path)
         except RunError:
             continue
-        if score is not None:
-            scored.append((score, step_of(path), path))
-    return [path for _, _, path in sorted(scored)]
+        if payload["score"] is not None:
+            scored.append((payload["score"], path, payload["state"].get(SCORED_ON)))
+    return [
+        path
+        for _, path, samples in sorted(scored, key=lambda each: (each[0], step_of(each[1])))
+        if samples == scored[-1][2]
+    ]
 
 
 def _checkpoints(directory: Path) -> list[Path]:
     """Checkpoint directories, oldest first."""
-    return sorted(
-        (path for path in directory.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)),
-        key=step_of,
-    )
+    found = [path for path in listed(directory) if re.fullmatch(r"step-\d{8,}", path.name)]
+    return sorted(found, key=step_of)
 
 
 def step_of(path: Path) -> int:

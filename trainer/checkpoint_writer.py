@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from shared.errors import DraftCacheError, RunError
-from shared.files import remove_tree
+from shared.files import listed, remove_tree
 from trainer.checkpoint import CHECKPOINTS, save
 from trainer.config import CheckpointConfig
 from trainer.snapshot import Snapshot
@@ -33,7 +33,9 @@ class CheckpointWriter:
 
     def __init__(self, run_dir: Path, config: CheckpointConfig) -> None:
         """Removes what a killed process left half written, so make one per run directory."""
-        for partial in (run_dir / CHECKPOINTS).glob("*.partial"):
+        for partial in listed(run_dir / CHECKPOINTS):
+            if partial.suffix != ".partial":
+                continue
             logger.info("removing %s, left by a save that was cut short", partial)
             remove_tree(partial)
         self.wait_seconds = 0.0

@@ -25,7 +25,7 @@ from trainer.logits import room_for_logits
 from trainer.loss import weighing
 from trainer.metrics import AcceptanceTotals
 from trainer.ranking import NUM_RANKS, best_tokens
-from trainer.run import NEWEST, Run
+from trainer.run import HELDOUT, INDEX, NEWEST, Run
 from trainer.sampler import bucket_edges
 from trainer.session import Session
 from trainer.snapshot import restore
@@ -46,6 +46,7 @@ def evaluate(
 
     Every supervised position is an anchor, so nothing is drawn at random. `heldout_sha256` is
     that of the sample ids, and so of the anchors: figures with the same one may be compared.
+    `index_sha256` is that of the cache.
     """
     config, cache = session.config, session.cache
     edges = bucket_edges(cache.index.num_tokens[session.split.train], config.sampler)
@@ -76,7 +77,8 @@ def evaluate(
     return {
         **totals.summary(),
         "num_samples": len(chosen),
-        "heldout_sha256": sha256_bytes(cache.index.sample_ids[chosen].tobytes()),
+        HELDOUT: sha256_bytes(cache.index.sample_ids[chosen].tobytes()),
+        INDEX: cache.describe()["index_sha256"],
     }
 
 

@@ -26,7 +26,9 @@ class QueueTrend:
         """Micro-batches per second, negative while it drains; NaN before the second step."""
         seconds = np.array(self._seconds) - np.mean(self._seconds)
         spread = float(seconds @ seconds)
-        return float(seconds @ np.array(self._depth)) / spread if spread > 0 else math.nan
+        # Around its mean: rounding would give a steady queue a slope, and millions of years.
+        depth = np.array(self._depth) - np.mean(self._depth)
+        return float(seconds @ depth) / spread if spread > 0 else math.nan
 
     @property
     def seconds_to_empty(self) -> float:

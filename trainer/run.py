@@ -4,6 +4,7 @@ import dataclasses
 import fcntl
 import logging
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from shared import config as configs
 from shared.errors import ConfigError, RunError
-from shared.files import read_json, remove_tree, write_json, writing
+from shared.files import listed, read_json, remove_tree, write_json, writing
 from trainer import checkpoint as checkpoints
 from trainer.config import TrainConfig
 from trainer.snapshot import Snapshot
@@ -34,6 +35,12 @@ _FREE_KEYS = (
     "train.max_nonfinite_steps",
 )
 
+
+HELDOUT = "heldout_sha256"
+"""Of an evaluation: digest of the ids of its samples."""
+
+INDEX = "index_sha256"
+"""Of an evaluation: digest of the index of the cache, or of each of several."""
 
 NEWEST = "newest"
 BEST = "best"
@@ -86,11 +93,12 @@ class Run:
                     "Restore them, give the run another path, or begin anew with --fresh."
                 )
         with writing(self.path):
-            (self.path / _EVALUATIONS).mkdir(parents=True, exist_ok=True)
             start = -1 if snapshot is None else snapshot.step
-            for path in (self.path / _EVALUATIONS).glob("step-*.json"):
-                if read_json(path)["step"] > start:  # of steps that are about to be done again
+            # Of steps that are about to be done again.
+            for step, path in [*self._evaluated().items(), *self.nonfinite().items()]:
+                if step > start:
                     path.unlink()
+            (self.path / _EVALUATIONS).mkdir(parents=True, exist_ok=True)
         write_json(self.path / _CONFIG, configs.to_dict(config))
 
     def require_own(self) -> None:
@@ -161,7 +169,11 @@ class Run:
                 "this run another path."
             ) from None
         finally:
-            if is_new and [path.name for path in self.path.iterdir()] == [_LOCK]:
+            if (
+                is_new
+                and self.path.is_dir()
+                and [path.name for path in self.path.iterdir()] == [_LOCK]
+            ):
                 remove_tree(self.path)
             os.close(descriptor)
 
@@ -218,6 +230,14 @@ class Run:
         write_json(path, {"loss": repr(loss), "grad_norm": repr(grad_norm), "samples": sample_ids})
         return path
 
+    def nonfinite(self) -> dict[int, Path]:
+        """What `write_nonfinite` has written, by step."""
+        return _by_step(self.path, r"nonfinite-(\d+)\.json")
+
+    def _evaluated(self) -> dict[int, Path]:
+        """Files of evaluations by step."""
+        return _by_step(self.path / _EVALUATIONS, r"step-(\d+)\.json")
+
     def write_evaluation(self, step: int, heldout: dict[str, Any]) -> None:
         """Keep one evaluation. What is not finite becomes null."""
         path = self.path / _EVALUATIONS / f"step-{step:08d}.json"
@@ -225,6 +245,24 @@ class Run:
 
     def evaluations(self, last_step: int, *, after: int = -1) -> list[dict[str, Any]]:
         """The evaluations after step `after` up to `last_step`, by step."""
-        paths = (self.path / _EVALUATIONS).glob("step-*.json")
-        found = [read_json(path) for path in paths if int(path.stem.partition("-")[2]) > after]
+        remedy = "Delete it: metrics.jsonl has its figures."
+        found = [
+            read_json(path, remedy=remedy)
+            for step, path in self._evaluated().items()
+            if step > after
+        ]
         return sorted((e for e in found if e["step"] <= last_step), key=lambda e: int(e["step"]))
+
+
+def _by_step(directory: Path, pattern: str) -> dict[int, Path]:
+    """Files of `directory` by the number in their names."""
+    found = {path: re.fullmatch(pattern, path.name) for path in listed(directory)}
+    return {int(match[1]): path for path, match in found.items() if match is not None}
+
+
+def on_same_samples(evaluations: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those on the held-out samples of the last one, which may be compared with it.
+
+    `evaluate.max_samples` may change when a run is resumed.
+    """
+    return [each for each in evaluations if each.get(HELDOUT) == evaluations[-1].get(HELDOUT)]

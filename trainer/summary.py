@@ -6,7 +6,7 @@ from typing import Any
 from shared.errors import RunError
 from trainer.caches import Caches, generations_of
 from trainer.checkpoint import newest_valid
-from trainer.run import Run
+from trainer.run import Run, on_same_samples
 
 
 def summarize(run: Run, export: Path) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def summarize(run: Run, export: Path) -> dict[str, Any]:
     evaluations = run.evaluations(snapshot.step)
     if not evaluations:
         raise RunError(f"{run.path}: no evaluation up to step {snapshot.step}. Run `make train`.")
-    first, last = evaluations[0], evaluations[-1]
+    first, last = on_same_samples(evaluations)[0], evaluations[-1]
     stored = cache.stored_bytes / max(num_tokens, 1)
     return {
         "num_samples": len(cache.index),

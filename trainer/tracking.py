@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from shared.errors import RunError
-from shared.files import write_bytes, write_json
+from shared.files import write_bytes, write_json, writing
 from trainer.config import TrackingConfig
 
 logger = logging.getLogger(__name__)
@@ -41,11 +41,15 @@ class Tracker:
 
         Later lines are cut off, since those steps are about to be done again; from step 0 the
         file starts empty.
+
+        Raises:
+            DraftCacheError: it cannot be read or written.
         """
-        run_dir.mkdir(parents=True, exist_ok=True)
-        self._path = run_dir / METRICS
-        self._step, num_steps_back = _cut(self._path, start_step)
-        self._file = self._path.open("ab", buffering=0)
+        self.path = run_dir / METRICS
+        with writing(self.path):
+            run_dir.mkdir(parents=True, exist_ok=True)
+            self._step, num_steps_back = _cut(self.path, start_step)
+            self._file = self.path.open("ab", buffering=0)
         self._unwritten = b""
         self._wandb = (
             None if config.wandb == "off" else _Wandb(run_dir, config, run_config, num_steps_back)
@@ -72,13 +76,22 @@ class Tracker:
         if self._wandb is not None:
             self._wandb.offer(record)
 
+    def is_in_place(self) -> bool:
+        """Whether the file is still found at its path: neither moved, deleted nor replaced."""
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:  # the disk's fault, of which writing will tell
+            return True
+
     def sync(self) -> None:
         """Make the lines so far survive a loss of power. For just before a checkpoint."""
         self._write()  # what a full disk delayed
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
-            logger.warning("%s: %s", self._path, error)
+            logger.warning("%s: %s", self.path, error)
 
     def finish(self, timeout: float = 30.0) -> None:
         """Close the file, and give W&B `timeout` seconds to take what is queued.
@@ -99,7 +112,7 @@ class Tracker:
         if self._unwritten:
             num_lines = self._unwritten.count(b"\n")
             raise RunError(
-                f"{self._path}: the last {num_lines} lines could not be written. Make room, then "
+                f"{self.path}: the last {num_lines} lines could not be written. Make room, then "
                 "run the same command again from the last checkpoint."
             )
 
@@ -121,7 +134,7 @@ class Tracker:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
         except OSError as error:
             if not was_behind:
-                logger.warning("%s: %s. Keeping the lines to write them later.", self._path, error)
+                logger.warning("%s: %s. Keeping the lines to write them later.", self.path, error)
 
 
 class _Wandb:

@@ -17,6 +17,7 @@ from shared.quantity import duration, size
 from trainer.announce import announce, measure_order
 from trainer.batch import Batch
 from trainer.caches import generations_of
+from trainer.checkpoint import SCORED_ON
 from trainer.checkpoint_writer import CheckpointWriter
 from trainer.compiled import compiler_errors
 from trainer.config import TrainConfig
@@ -27,7 +28,7 @@ from trainer.loader import Loader, LoaderStats
 from trainer.pauses import Pauses
 from trainer.queue_trend import QueueTrend
 from trainer.ranks import ALONE, Ranks
-from trainer.run import Run
+from trainer.run import HELDOUT, Run
 from trainer.session import Session, enter_device, pick_device, require_unused_mask_token
 from trainer.snapshot import Snapshot
 from trainer.stop import StopRequest
@@ -158,18 +159,28 @@ class Training:
         ):
             batches = iter(loader)
             next_line = began = time.monotonic()
-            saved, score = self.step, None
+            saved = self.step
+            heldout: dict[str, Any] | None = None
 
             def save() -> None:
                 nonlocal saved
+                if not tracker.is_in_place():
+                    raise RunError(
+                        f"{tracker.path}: is not what this run writes to any more: the run's "
+                        "directory or this file was moved, deleted or replaced. Nothing is written "
+                        f"to what lies there now; steps after {saved} are not saved. Moved, the "
+                        "run goes on from its last checkpoint with run.path set to its new place."
+                    )
                 with self.pauses.measure("checkpoint"):
                     tracker.sync()
-                    writer.submit(self.learner.snapshot(score, {"unlogged": finite(self.unlogged)}))
+                    score, samples = (heldout or {}).get("tau_walk"), (heldout or {}).get(HELDOUT)
+                    state = {"unlogged": finite(self.unlogged), SCORED_ON: samples}
+                    writer.submit(self.learner.snapshot(score, state))
                 saved = self.step
 
             try:
                 while self._goes_on(stop):
-                    score = None
+                    heldout = None
                     metrics = self.unlogged or self._timed_step(batches, loader)
                     self.unlogged = metrics
                     if self._is_due(config.evaluate.every_steps):
@@ -177,7 +188,6 @@ class Training:
                             heldout = self._evaluate(stop)
                         if heldout is None:
                             continue
-                        score = heldout["tau_walk"]
                         metrics |= {f"heldout/{name}": value for name, value in scalars(heldout)}
                     tracker.log(self.step, metrics)
                     self.unlogged = None
@@ -191,7 +201,8 @@ class Training:
                     if self._is_due(config.checkpoint.every_steps):
                         save()
             except DraftCacheError:  # of data or of the policy: never in the middle of an update
-                if saved != self.step and not writer.has_given_up:
+                is_futile = writer.has_given_up or not tracker.is_in_place()
+                if saved != self.step and not is_futile:
                     try:
                         save()
                     except RunError as failed:  # a full disk must not hide why it ends

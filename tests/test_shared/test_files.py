@@ -20,6 +20,7 @@ from shared.errors import CacheError, DraftCacheError, OutOfSpaceError
 from shared.files import (
     canonical_json,
     commit_directory,
+    listed,
     read_json,
     remove_partials,
     remove_tree,
@@ -42,6 +43,17 @@ def fails_with(error: BaseException) -> Callable[..., NoReturn]:
 
 def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
+
+
+def test_only_a_directory_that_is_not_there_is_listed_as_empty(tmp_path: Path) -> None:
+    (tmp_path / "b").touch()
+    (tmp_path / "a").symlink_to(tmp_path / "elsewhere")
+    assert listed(tmp_path) == [tmp_path / "a", tmp_path / "b"]
+    assert listed(tmp_path / "c") == []
+    with pytest.raises(DraftCacheError, match=r"a: cannot be read .*elsewhere, which is not there"):
+        listed(tmp_path / "a")
+    with pytest.raises(DraftCacheError, match=r"b: cannot be read .*Not a directory"):
+        listed(tmp_path / "b")
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])

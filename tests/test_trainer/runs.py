@@ -129,6 +129,7 @@ def evaluation(tau: float, **changes: Any) -> dict[str, Any]:
         "num_samples": 64,
         "num_anchors": 1000,
         "heldout_sha256": "ab" * 32,
+        "index_sha256": "ef" * 32,
         **changes,
     }
 

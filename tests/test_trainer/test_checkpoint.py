@@ -326,6 +326,15 @@ def test_a_run_gives_the_newest_the_best_or_the_checkpoint_of_a_step(tmp_path: P
         Run(tmp_path / "unscored").require_checkpoint("best")
 
 
+def test_scores_on_other_samples_than_the_newest_do_not_compete(tmp_path: Path) -> None:
+    """`evaluate.max_samples` may change when a run is resumed."""
+    few, many = {"scored_on": "few"}, {"scored_on": "many"}
+    for step, (score, state) in {1: (9.0, few), 2: (2.0, many), 3: (1.0, many)}.items():
+        save(tmp_path, filled(step, score=score, state=state), keep=1)
+    assert steps_on_disk(tmp_path) == [2, 3]
+    assert Run(tmp_path).require_checkpoint("best").step == 2
+
+
 def test_rotation_without_scores_keeps_the_newest(tmp_path: Path) -> None:
     for step in range(5):
         save(tmp_path, filled(step), keep=2)

@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.test_trainer.runs import BUCKET_LOSS, STEP_SECONDS, Line, make_config, make_run
+from tests.test_trainer.runs import (
+    BUCKET_LOSS,
+    STEP_SECONDS,
+    Line,
+    evaluation,
+    make_config,
+    make_run,
+)
 from trainer import checkpoint as checkpoints
 from trainer import config as training
 from trainer.config import TrainConfig
@@ -339,6 +346,16 @@ def test_steps_that_were_not_finite(tmp_path: Path) -> None:
     assert "150: " + "feed" * 8 in fault.evidence
 
 
+def test_a_step_that_is_finite_when_done_again_is_no_fault(tmp_path: Path) -> None:
+    """The run stopped at it; the cache was repaired, and the run resumed."""
+    config = make_config(tmp_path)
+    run = make_run(tmp_path, until=100, saved=[100], taus=[])
+    for step in (90, 101):
+        run.write_nonfinite(step, float("nan"), float("nan"), ["feed" * 8])
+    run.begin(config, run.require_checkpoint())
+    assert the_fault(run, "nonfinite-steps").steps == ((90, 90),)
+
+
 def at_peak(tmp_path: Path) -> TrainConfig:
     return make_config(tmp_path, steps=1000)  # 40 steps of warm-up
 
@@ -481,6 +498,21 @@ def test_lines_that_are_missing_after_a_save(tmp_path: Path) -> None:
     assert "right after a checkpoint: 101-127" in fault.evidence
 
 
+@pytest.mark.parametrize(("unlogged", "last"), [(None, 200), ({"train/loss": 1.0}, 199)])
+def test_lines_that_are_missing_before_the_newest_checkpoint(
+    tmp_path: Path, unlogged: dict[str, float] | None, last: int
+) -> None:
+    """A save comes after the lines of its steps, but for one that is still to be evaluated."""
+    run = make_run(
+        tmp_path,
+        change=lambda step, line: line if step <= 180 else None,
+        state={"unlogged": unlogged},
+    )
+    assert the_fault(run, "missing-lines").steps == ((181, last),)
+    (tmp_path / "metrics.jsonl").unlink()
+    assert the_fault(run, "missing-lines").steps == ((1, last),)
+
+
 def test_broken_lines_and_one_that_is_being_written(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     path = tmp_path / "metrics.jsonl"
@@ -542,6 +574,22 @@ def test_acceptance_that_peaked_early(tmp_path: Path) -> None:
     run = make_run(tmp_path, taus=[(0, 1.0), (100, 1.8), (200, 1.6)])
     fault = the_fault(run, "acceptance-fell")
     assert fault.steps == ((100, 200),)
+
+
+def test_acceptance_on_other_samples_is_not_compared(tmp_path: Path) -> None:
+    """`evaluate.max_samples` may change when a run is resumed."""
+    run = make_run(tmp_path, taus=[(0, 1.0), (100, 1.8), (200, 1.6)])
+    for step, tau in [(0, 1.0), (100, 1.8)]:
+        run.write_evaluation(step, evaluation(tau, num_samples=4, heldout_sha256="cd" * 32))
+    diagnosis = look(run)
+    assert diagnosis.findings == []
+    assert (
+        diagnosis.not_checked["held-out acceptance"]
+        == "1 evaluations, 2 more on other samples, it takes 3"
+    )
+    for step in (50, 150):
+        run.write_evaluation(step, evaluation(1.6))
+    assert look(run).findings == []
 
 
 def test_a_young_run_says_what_it_could_not_check(tmp_path: Path) -> None:

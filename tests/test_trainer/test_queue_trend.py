@@ -26,6 +26,13 @@ def test_a_steady_or_rising_queue_is_never_empty() -> None:
         assert math.isnan(trend(*points).seconds_to_empty)
 
 
+def test_a_steady_queue_has_no_slope_at_all_whatever_the_times() -> None:
+    """Rounding gave it -7e-14, and a time to empty of millions of years."""
+    steady = trend(*((1234.5 + 0.7 * step + 0.013 * (step % 7), 8) for step in range(40)))
+    assert steady.slope == 0
+    assert math.isnan(steady.seconds_to_empty)
+
+
 def test_noise_around_a_level_has_nearly_no_slope() -> None:
     noisy = trend(*((float(step), 8 + (-1) ** step) for step in range(60)))
     assert abs(noisy.slope) < 0.01

@@ -196,10 +196,10 @@ class Scripted:
             signal.raise_signal(signal.SIGINT)
         if self._code is None and self._pending:
             step, tau = self._pending.pop(0)
-            digest = self._script.get("digest", "ab" * 32)
+            digests = self._script.get("digests", {})
             self._run.path.mkdir(exist_ok=True)
             (self._run.path / "evaluations").mkdir(exist_ok=True)
-            self._run.write_evaluation(step, evaluation(tau, heldout_sha256=digest))
+            self._run.write_evaluation(step, evaluation(tau, **digests))
         elif self._code is None:
             self._code = self._script.get("code", 0)
         return self._code
@@ -306,18 +306,41 @@ def test_without_pruning_every_trial_ends_and_a_loss_is_minimized(
     assert study_of(tmp_path / "out").best_trial.number == 1
 
 
-def test_a_trial_asked_on_other_samples_is_not_compared(
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("heldout_sha256", "held-out samples are not those of the first trial"),
+        ("index_sha256", "cache holds other samples than that of the first trial"),
+    ],
+)
+def test_a_trial_of_other_samples_is_not_compared(
     files: Callable[..., tuple[Path, Path]],
     scripted: Callable[[list[dict[str, Any]]], list[Scripted]],
     tmp_path: Path,
+    name: str,
+    message: str,
 ) -> None:
+    """A cache that grows between two trials may leave the held-out samples as they are."""
     taus = [(0, 1.0), (4, 1.6)]
-    processes = scripted([{"taus": taus}, {"taus": taus, "digest": "cd" * 32}])
+    processes = scripted([{"taus": taus}, {"taus": taus, "digests": {name: "cd" * 32}}])
     search(tmp_path / "out", files("trials = 2", LR))
     assert processes[1].stopped == 1
     trial = study_of(tmp_path / "out").trials[1]
     assert trial.state == TrialState.FAIL
-    assert "held-out samples are not those of the first trial" in trial.user_attrs["error"]
+    assert message in trial.user_attrs["error"]
+
+
+def test_trials_of_several_caches_are_compared_where_the_space_names_them(
+    files: Callable[..., tuple[Path, Path]],
+    scripted: Callable[[list[dict[str, Any]]], list[Scripted]],
+    tmp_path: Path,
+    tiny_cache: Path,
+) -> None:
+    taus = [(0, 1.0), (4, 1.6)]
+    scripted([{"taus": taus}, {"taus": taus, "digests": {"index_sha256": "cd" * 32}}])
+    space = f'"cache.path" = {{ choices = ["{tiny_cache}", "elsewhere"] }}'
+    search(tmp_path / "out", files("trials = 2", space))
+    assert [t.state.name for t in study_of(tmp_path / "out").trials] == ["COMPLETE", "COMPLETE"]
 
 
 def test_a_sweep_of_which_all_trials_failed_says_why(
@@ -415,6 +438,11 @@ def test_choices_may_be_lists_and_words(
         ("", "", "space must name at least one"),
         ('metric = "tau_wlak"', LR, "'tau_wlak', did you mean 'tau_walk'"),
         ('metric = "tau_tree.64"', LR, "unknown 'tau_tree.64'"),  # budgets are 4 and 8
+        (
+            'metric = "loss"\ntrials = 1',
+            '"loss.gamma" = { low = 1.0, high = 9.0 }',
+            "loss.gamma of the space",
+        ),
         ("trails = 3", LR, "'trails', did you mean 'trials'"),
         ('devices = ["cpu", ""]', LR, "devices must not be empty"),
     ],

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from shared.cache import Cache
-from shared.errors import ConfigError, NonFiniteError, RunError
+from shared.errors import CacheError, ConfigError, DraftCacheError, NonFiniteError, RunError
 from tests.test_cache_builder.stored import Killer
 from trainer import config as training
 from trainer import learner
@@ -28,6 +28,8 @@ from trainer.checkpoint import load, newest_valid
 from trainer.config import TrainConfig
 from trainer.loader import Loader
 from trainer.run import Run
+from trainer.summary import summarize
+from trainer.tracking import Tracker
 from trainer.train import Training, train
 
 pytestmark = pytest.mark.slow
@@ -614,6 +616,62 @@ def test_a_second_trainer_on_a_run_is_refused(
     train(tiny_train(tmp_path, tiny_cache, steps=1))
 
 
+@pytest.mark.parametrize("what", ["moved", "replaced"])
+def test_a_run_whose_directory_goes_ends_and_leaves_alone_what_comes_there(
+    tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path, what: str
+) -> None:
+    """It went on to its end with exit code 0, its metrics in a file that nobody can open."""
+    path, moved = tmp_path / "run", tmp_path / "moved"
+    config = tiny_train(path, tiny_cache, steps=6)
+    with Run(path).locked():
+        run = Training(config)
+        train_step = run.learner.train_step
+
+        def moving(batches: Any) -> dict[str, Any]:
+            if run.step == 3:
+                path.rename(moved)
+                if what == "replaced":
+                    (path / "checkpoints").mkdir(parents=True)
+                    (path / "metrics.jsonl").write_text("of another run\n")
+            return train_step(batches)
+
+        run.learner.train_step = moving  # type: ignore[method-assign]
+        with pytest.raises(RunError, match=r"moved, deleted or replaced.* after 2 are not saved"):
+            run.train()
+    if what == "replaced":
+        assert (path / "metrics.jsonl").read_text() == "of another run\n"
+        assert list((path / "checkpoints").iterdir()) == []
+    else:
+        assert not path.exists()
+        train(replace(config, run=training.RunConfig(path=moved)))
+        assert [line["step"] for line in metrics(moved)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_resume_with_more_heldout_samples_compares_with_none_of_before(
+    tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path
+) -> None:
+    def evaluating(max_samples: int) -> TrainConfig:
+        evaluate = training.EvaluateConfig(
+            every_steps=2, max_samples=max_samples, tree_budgets=(4,)
+        )
+        checkpoint = training.CheckpointConfig(every_steps=2, keep=9)
+        return tiny_train(tmp_path, tiny_cache, steps=6, evaluate=evaluate, checkpoint=checkpoint)
+
+    train(evaluating(1))
+    for step in (4, 6):
+        shutil.rmtree(tmp_path / "checkpoints" / f"step-{step:08d}")
+    train(evaluating(4))
+    run = Run(tmp_path)
+    evaluations = {each["step"]: each for each in run.evaluations(6)}
+    assert sorted(evaluations) == [0, 2, 4, 6]
+    for path in (tmp_path / "checkpoints").iterdir():
+        held = load(path)
+        assert held.state["scored_on"] == evaluations[held.step]["heldout_sha256"]
+        assert held.cache["index_sha256"] == evaluations[held.step]["index_sha256"]
+    facts = summarize(run, tmp_path)
+    assert facts["heldout_loss"] == [evaluations[4]["loss"], evaluations[6]["loss"]]
+
+
 def test_evaluations_of_an_abandoned_start_are_forgotten(
     tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path
 ) -> None:
@@ -624,6 +682,45 @@ def test_evaluations_of_an_abandoned_start_are_forgotten(
     assert Run(tmp_path).evaluations(9)[0]["loss"] is None
     train(config)
     assert [e["step"] for e in Run(tmp_path).evaluations(100)] == [0, 2]
+
+
+def test_a_damaged_evaluation_says_what_to_do_and_holds_up_no_resume(
+    tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path
+) -> None:
+    config = tiny_train(tmp_path, tiny_cache, steps=2)
+    train(config)
+    damaged = tmp_path / "evaluations" / "step-00000000.json"
+    damaged.write_text(damaged.read_text()[:30])
+    train(config)
+    with pytest.raises(CacheError, match=r"step-00000000\.json: not JSON .* Delete it"):
+        Run(tmp_path).evaluations(2)
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "evaluations"])
+def test_a_run_whose_other_disk_is_not_there_does_not_begin_anew(
+    tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path, name: str
+) -> None:
+    """It took the link for an empty directory: step 0 again, and the metrics gone."""
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    config = tiny_train(run, tiny_cache, steps=2)
+    train(config)
+    (run / name).rename(disk)
+    (run / name).symlink_to(disk)
+    train(config)
+    before = metrics(run)
+    disk.rename(tmp_path / "unmounted")
+    with pytest.raises(DraftCacheError, match=rf"{name}: cannot be .*disk"):
+        train(config)
+    assert metrics(run) == before
+
+
+def test_metrics_that_cannot_be_written_are_one_line(
+    tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "evaluations").mkdir()
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(DraftCacheError, match=r"metrics\.jsonl: cannot be written"):
+        Tracker(tmp_path, training.TrackingConfig(), {})
 
 
 def test_a_resume_is_checked_against_the_checkpoint_not_the_file(

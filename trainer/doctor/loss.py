@@ -18,6 +18,7 @@ from trainer.doctor.jumps import (
     level_by_bucket,
 )
 from trainer.doctor.view import RunView
+from trainer.run import on_same_samples
 
 _NEAR_STEPS = 4
 """How close in steps a save, a restart or the start of an epoch counts as coincident."""
@@ -168,10 +169,13 @@ def _bucket_cause(view: RunView, jump: Jump) -> tuple[str, str] | None:
 
 
 def heldout_acceptance(view: RunView) -> list[Finding]:
-    """Held-out acceptance that peaked before the end."""
-    tau = [(int(e["step"]), e["tau_walk"]) for e in view.evaluations if e.get("tau_walk")]
+    """Held-out acceptance that peaked before the end, on the samples of the last evaluation."""
+    alike = on_same_samples(view.evaluations)
+    tau = [(int(e["step"]), e["tau_walk"]) for e in alike if e.get("tau_walk")]
     if len(tau) < 3:
-        raise NotCheckedError(f"{len(tau)} evaluations, it takes 3")
+        others = len(view.evaluations) - len(alike)
+        words = f", {others} more on other samples" if others else ""
+        raise NotCheckedError(f"{len(tau)} evaluations{words}, it takes 3")
     best_step, best = max(tau, key=lambda pair: pair[1])
     last_step, last = tau[-1]
     if last >= (1 - _ACCEPTANCE_LOST) * best:

@@ -135,11 +135,10 @@ def silence(view: RunView) -> list[Finding]:
     steps = view.steps
     saves = set(view.saved_after)
     findings = []
-    missing = [
-        (before + 1, after - 1)
-        for before, after in pairwise([0, *steps.step.tolist()])
-        if after - before > 1
-    ]
+    ends = [0, *steps.step.tolist()]
+    if (logged := _logged_until(view)) > ends[-1]:
+        ends.append(logged + 1)
+    missing = [(before + 1, after - 1) for before, after in pairwise(ends) if after - before > 1]
     if missing or steps.num_broken:
         after_save = [f"{a}-{b}" for a, b in missing if saves & {a - 2, a - 1, a, a + 1}]
         count = sum(b - a + 1 for a, b in missing)
@@ -181,6 +180,18 @@ def silence(view: RunView) -> list[Finding]:
             )
         )
     return findings
+
+
+def _logged_until(view: RunView) -> int:
+    """The last step of which there must be a line: a save comes after the lines of its steps."""
+    return max(
+        (
+            held.step - (held.payload["state"].get("unlogged") is not None)
+            for held in view.checkpoints
+            if held.payload
+        ),
+        default=0,
+    )
 
 
 def _dropped(view: RunView) -> list[Finding]:

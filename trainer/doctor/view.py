@@ -1,7 +1,6 @@
 """A run as its checks see it: settings, a column per metric, checkpoints, evaluations."""
 
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,19 +109,20 @@ class RunView:
             RunError: there is no run, or its files are not those of one.
         """
         config = run.config()
+        found = [
+            held
+            for path in checkpoints.all_paths(run.path)
+            if (held := _checkpoint(path)) is not None
+        ]
         return cls(
             path=run.path,
             config=config,
+            # After the checkpoints: in progress, a run must have the lines of each of them.
             steps=read_steps(run.path / METRICS),
-            checkpoints=[
-                held
-                for path in checkpoints.all_paths(run.path)
-                if (held := _checkpoint(path)) is not None
-            ],
+            checkpoints=found,
             evaluations=run.evaluations(config.train.steps),
             nonfinite={
-                int(re.sub(r"\D", "", path.stem)): list(read_json(path)["samples"])
-                for path in sorted(run.path.glob("nonfinite-*.json"))
+                step: list(read_json(path)["samples"]) for step, path in run.nonfinite().items()
             },
         )
 

@@ -18,6 +18,9 @@ from trainer.sweep.config import Choice, Dimension, SweepConfig
 _OURS = ("run.path", "tracking.name")
 """Settings that the sweep gives each trial itself, whatever the configuration has."""
 
+_WEIGHING = ("loss.kind", "loss.gamma", "loss.dpace_alpha", "drafter.block_size")
+"""Settings with which a loss is another quantity."""
+
 
 class Space:
     """What a trial may be: every value of it fits the configuration that it is laid over."""
@@ -39,6 +42,12 @@ class Space:
         for device in sweep.devices:
             configs.load(TrainConfig, base, self._with_device([device]))
         _check_metric(sweep.metric, self.config)
+        if sweep.metric == "loss" and (varied := [key for key in _WEIGHING if key in sweep.space]):
+            raise ConfigError(
+                f"sweep.metric loss: {', '.join(varied)} of the space changes how a loss is "
+                "weighted, so that the losses of two trials cannot be compared. Take tau_walk or "
+                "another acceptance length."
+            )
 
     def draw(self, trial: optuna.Trial) -> list[str]:
         """The overrides `key=value` of `trial`; of one drawn before, the same ones again."""

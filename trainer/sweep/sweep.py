@@ -17,7 +17,7 @@ from shared import config as configs
 from shared.errors import ConfigError, RunError
 from shared.files import write_bytes, writing
 from trainer.config import TrainConfig
-from trainer.run import Run
+from trainer.run import HELDOUT, INDEX, Run
 from trainer.stop import StopRequest
 from trainer.sweep.config import SweepConfig
 from trainer.sweep.process import Traffic, TrialProcess
@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 BASE = "train.toml"
 _POLL_SECONDS = 0.2
-_HELDOUT = "heldout_sha256"
 _STOPPED_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 _YOUNG_CODES = (-signal.SIGINT, -signal.SIGTERM)
 """Of a trial that is stopped before it has set up how it stops."""
@@ -189,7 +188,7 @@ class Sweep:
         for evaluation in running.run.evaluations(steps, after=running.last_step):
             running.last, step = evaluation, int(evaluation["step"])
             running.last_step = step
-            problem = self._compare_heldout(evaluation)
+            problem = self._compare_samples(evaluation)
             value = _figure(evaluation, self.sweep.metric)
             if running.is_pruned or running.error:
                 continue
@@ -203,18 +202,27 @@ class Sweep:
                     running.is_pruned = True
                     running.stop()
 
-    def _compare_heldout(self, evaluation: dict[str, Any]) -> str | None:
+    def _compare_samples(self, evaluation: dict[str, Any]) -> str | None:
         """Why figures of other trials must not be compared with this one's; None if they may."""
-        ours = evaluation[_HELDOUT]
-        first = self.study.user_attrs.get(_HELDOUT)
-        if first is None:
-            self.study.set_user_attr(_HELDOUT, ours)
-        elif first != ours:
+        if not self._is_as_first(HELDOUT, evaluation[HELDOUT]):
             return (
                 "its held-out samples are not those of the first trial: leave cache.* and "
                 "evaluate.max_samples out of the space, and the cache as it is"
             )
+        is_varied = "cache.path" in self.sweep.space
+        if not is_varied and not self._is_as_first(INDEX, evaluation[INDEX]):
+            return (
+                "its cache holds other samples than that of the first trial: a trial that learned "
+                "from more would win by that. Begin another sweep, or leave the cache as it is"
+            )
         return None
+
+    def _is_as_first(self, name: str, ours: Any) -> bool:
+        """Whether `ours` is what the first trial had; of the first one, remembers it."""
+        first = self.study.user_attrs.get(name)
+        if first is None:
+            self.study.set_user_attr(name, ours)
+        return first is None or first == ours
 
     def _finish(self, running: _Running, code: int) -> None:
         """Record how a trial ended."""
@@ -252,7 +260,7 @@ class Sweep:
         before = Traffic(*trial.user_attrs.get("traffic", []))
         total = before + traffic
         trial.set_user_attr("traffic", [total.read, total.from_disk, total.written])
-        if step is not None:
+        if step is not None and step >= 0:
             trial.set_user_attr("step", step)
 
     def _stop_all(self) -> None:
