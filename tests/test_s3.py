@@ -381,6 +381,23 @@ def test_two_builders_of_one_cache(
     build(other)
 
 
+def test_a_lock_that_is_let_go_while_somebody_looks_at_it_is_taken(
+    url: S3Url, monkeypatch: Any
+) -> None:
+    storage = open_storage(url)
+    storage.put(lease.LEASE, b'{"owner": "another", "holder": "another"}')
+    find = object_storage.ObjectStorage.version
+
+    def let_go(self: Any, key: str) -> str | None:
+        found = find(self, key)
+        storage.delete(lease.LEASE)
+        return found
+
+    monkeypatch.setattr(object_storage.ObjectStorage, "version", let_go)
+    with builder_lock(url):
+        lease.require_lease(url)
+
+
 def test_a_builder_that_lost_its_lock_commits_nothing(
     fewer: MakeBuild, url: S3Url, monkeypatch: Any
 ) -> None:
