@@ -36,7 +36,7 @@ from cache_builder.target import (
     stamp_files,
 )
 from cache_builder.target_config import load_config
-from cache_builder.worker import Job, Prepared
+from cache_builder.worker import CALIBRATION_TOKENS, Job, Prepared
 from cache_builder.workspace import workspace
 from shared.bar import Bar
 from shared.cache import Cache
@@ -52,8 +52,6 @@ from shared.spec import CaptureSpec
 from shared.storage import open_storage
 
 logger = logging.getLogger(__name__)
-
-_CALIBRATION_TOKENS = 8192
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -272,7 +270,7 @@ def _calibrate(job: _Job, plan: Plan) -> str | None:
         return None
     states = [
         read_states(job.source, plan, position, job.slots)[1]
-        for position in plan.calibration_positions(_CALIBRATION_TOKENS)
+        for position in plan.calibration_positions(CALIBRATION_TOKENS)
     ]
     calibration = codec.calibrate(torch.cat(states))
     assert calibration is not None

@@ -774,7 +774,7 @@ def test_the_time_left_is_by_all_steps_so_far_and_not_by_the_last(
         return train_step(self, batches)
 
     monkeypatch.setattr(learner.Learner, "train_step", uneven)
-    monkeypatch.setattr("trainer.train._SECONDS_PER_LINE", 0.0)
+    monkeypatch.setattr("trainer.train.LINE_SECONDS", 0.0)
     with caplog.at_level("INFO"):
         train(tiny_train(tmp_path, tiny_cache, steps=20))
     [line] = re.findall(r"step 2 of 20: .* about (\d+) s left", caplog.text)
