@@ -24,11 +24,12 @@ from click.testing import CliRunner
 from cache_builder import lease
 from cache_builder.build import build
 from cache_builder.cli import main
-from cache_builder.commit import committed_shards, publish, uncommitted_groups
+from cache_builder.commit import committed_shards, uncommitted_groups
 from cache_builder.config import BuildConfig, CacheConfig
 from cache_builder.lock import builder_lock
 from cache_builder.merge import merge
 from cache_builder.prune import prune
+from cache_builder.publication import publish
 from cache_builder.repair import repair
 from cache_builder.space import bytes_here
 from cache_builder.verify import verify_cache
@@ -566,11 +567,11 @@ def test_two_builders_cannot_both_publish(
     fewer: MakeBuild, url: S3Url, tmp_path: Path, tiny_data: Path, monkeypatch: Any, key: str
 ) -> None:
     """The lock should keep them apart; where it did not, the conditional put does."""
-    from cache_builder import commit
+    from cache_builder import publication
 
     build(fewer(url))
     assert workspace(url).is_relative_to(tmp_path / "machine")
-    original = commit.build_index
+    original = publication.build_index
     theirs = b"what the other one published"
 
     def index_late(storage: Storage, *arguments: Any) -> Any:
@@ -578,7 +579,7 @@ def test_two_builders_cannot_both_publish(
         storage.put(key, theirs)
         return index
 
-    monkeypatch.setattr(commit, "build_index", index_late)
+    monkeypatch.setattr(publication, "build_index", index_late)
     more = write_jsonl(tmp_path / "more.jsonl", conversations(range(100, 104)))
     with pytest.raises(CacheLockedError, match=f"{key}: another builder wrote it meanwhile"):
         build(fewer(url, data=[tiny_data, more]))

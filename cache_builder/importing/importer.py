@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from cache_builder.build import explaining_interrupts, require_records
-from cache_builder.commit import committed_shards, discard_uncommitted, publish
+from cache_builder.commit import committed_shards, discard_uncommitted
 from cache_builder.config import TargetConfig
 from cache_builder.description import open_or_create, write_description
 from cache_builder.importing import report as reports
@@ -26,6 +26,7 @@ from cache_builder.importing.speculators import SpeculatorsSource
 from cache_builder.lock import builder_lock
 from cache_builder.plan import Plan
 from cache_builder.planning import find_plan, stored_samples
+from cache_builder.publication import publish
 from cache_builder.space import bytes_here, require_fit
 from cache_builder.stored_plans import share_plan
 from cache_builder.target import (
