@@ -119,17 +119,21 @@ def test_each_micro_batch_of_a_run_has_noise_of_its_own(
 ) -> None:
     """One that is drawn again at every step would be learned like a part of the states."""
     drawn: list[int] = []
+    scales: list[float] = []
 
     def noting(features_SLD: Tensor, scale: float, generator: torch.Generator) -> Tensor:
         drawn.append(generator.initial_seed())
+        scales.append(scale)
         return add_noise(features_SLD, scale, generator)
 
     monkeypatch.setattr("trainer.learner.add_noise", noting)
     for seed in (0, 1):
-        config = tiny_train(tmp_path / str(seed), tiny_cache, noise=NoiseConfig(scale=0.1))
+        noise = NoiseConfig(scale=0.1, warmup_steps=2)
+        config = tiny_train(tmp_path / str(seed), tiny_cache, noise=noise)
         step = replace(config.train, steps=2, batches_per_step=3, seed=seed)
         train(replace(config, train=step))
     assert len(drawn) == len(set(drawn)) == 2 * 2 * 3
+    assert scales == [0.0, 0.0, 0.0, 0.05, 0.05, 0.05] * 2
 
 
 def test_scale_0_returns_the_same_object_and_draws_nothing() -> None:

@@ -140,7 +140,10 @@ def test_the_configured_recipe_is_on_the_live_objects(
     assert weights[0, 1] == 1.0
     assert weights[0, 15].item() == pytest.approx(0.1353, abs=1e-4)  # gamma 7 at block 16
     batches = iter(Loader.open(run.session, run.ranks, run.step))
-    rates = [run.learner.train_step(batches)["train/lr"] for _ in range(4)]
+    rates = []
+    for _ in range(4):
+        rates.append(run.learner.train_step(batches)["train/lr"])
+        assert {group["lr"] for group in run.learner.optimizer.param_groups} == {rates[-1]}
     assert rates[:2] == [3e-4, 6e-4]  # 4 % of 50 steps
     assert rates[1] > rates[2] > rates[3]
 
