@@ -192,6 +192,19 @@ def test_prediction_that_is_the_label_is_correct() -> None:
     assert loss.correct_AK.tolist() == [[False, True, False, False]]
 
 
+def test_of_equal_logits_the_first_is_the_prediction() -> None:
+    """As argmax says, and so whoever decodes."""
+    hidden_AKD, lm_head_VD, _, supervised_AK = problem()
+    lm_head_VD = lm_head_VD.repeat_interleave(2, 0)
+    first_AK = (hidden_AKD @ lm_head_VD.T).argmax(-1)
+    assert (first_AK % 2 == 0).all()
+    for number, is_correct in ((0, True), (1, False)):
+        loss = drafter_loss(
+            hidden_AKD, lm_head_VD, first_AK + number, supervised_AK, DECAY, anchors_per_chunk=3
+        )
+        assert torch.equal(loss.correct_AK, supervised_AK & is_correct)
+
+
 @pytest.mark.parametrize("slot", range(1, K))
 def test_gradient_of_one_slot_scales_by_its_weight(slot: int) -> None:
     hidden_AKD, lm_head_VD, label_AK, _ = problem()
