@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from cache_builder.commit import committed_shards, discard_uncommitted, publish, read_record
+from cache_builder.commit import committed_shards, discard_uncommitted, read_record
 from cache_builder.config import BuildConfig
 from cache_builder.description import describe_capture, open_or_create
 from cache_builder.jobs import capture_shards, make_job, require_workers
@@ -15,6 +15,7 @@ from cache_builder.lock import builder_lock
 from cache_builder.plan import Plan, find_plans
 from cache_builder.planning import find_or_make_plan
 from cache_builder.projecting import put_projection
+from cache_builder.publication import publish
 from cache_builder.retirement import recorded_shards
 from cache_builder.taps import warn_of_last_block
 from cache_builder.target import resolve_target, stamp_files

@@ -26,8 +26,7 @@ from cache_builder.tokenizer_pool import tokenize_rows
 from shared.errors import DataError
 from shared.index import MAX_SOURCES
 from shared.quantity import count
-
-SAMPLE_ID_BYTES = 16
+from shared.shard import SAMPLE_ID_BYTES
 
 _LEFT_OUT = Drop(DropReason.NOT_CHOSEN, "weight or limit leave it out")
 _Place = tuple[SourceConfig, DataFile, int]

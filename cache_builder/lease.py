@@ -98,7 +98,10 @@ class _Holder:
 def _take(storage: Storage, holder: _Holder) -> str:
     seen, since = None, 0.0
     while (version := storage.version(LEASE)) is not None:
-        owner, name = _read_holder(storage)
+        try:
+            owner, name = _read_holder(storage)
+        except ShardCorruptError:
+            continue  # let go meanwhile
         if owner == holder.owner:
             break  # of a builder of this machine that was killed: its workspace is ours now
         if seen is not None and version != seen:

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cache_builder.commit import committed_shards, discard_uncommitted, publish
+from cache_builder.commit import committed_shards, discard_uncommitted
 from cache_builder.description import create_directories
 from cache_builder.lock import builder_lock
 from cache_builder.planning import stored_samples
+from cache_builder.publication import publish
 from cache_builder.rewrite import write_selection
 from cache_builder.selection import (
     Selection,

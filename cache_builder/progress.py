@@ -10,13 +10,11 @@ from tqdm import tqdm
 
 from cache_builder.capture import Timing
 from shared import log
+from shared.bar import LINE_SECONDS
 from shared.manifest import ShardRecord
 from shared.quantity import duration
 
 logger = logging.getLogger(__name__)
-
-_LINE_SECONDS = 30.0
-"""Between two lines where there is no terminal."""
 
 
 @dataclass(slots=True)
@@ -142,7 +140,7 @@ class Progress:
     def tick(self) -> None:
         """A line, where there is no terminal and the last one is old enough."""
         now = time.monotonic()
-        if self._bar is None and now - self._spoke >= _LINE_SECONDS:
+        if self._bar is None and now - self._spoke >= LINE_SECONDS:
             self._spoke = now
             seconds = now - self._started
             extra = log.event("progress", **self.state(seconds))

@@ -3,12 +3,13 @@
 import logging
 from dataclasses import dataclass, replace
 
-from cache_builder.commit import committed_shards, discard_uncommitted, publish, read_record
+from cache_builder.commit import committed_shards, discard_uncommitted, read_record
 from cache_builder.config import BuildConfig
 from cache_builder.description import create_directories, describe_capture
 from cache_builder.id_set import IdSet
 from cache_builder.lock import builder_lock
 from cache_builder.planning import open_corpus
+from cache_builder.publication import publish
 from cache_builder.report import CHOSEN_DROPS
 from cache_builder.retirement import retire
 from cache_builder.rewrite import write_selection

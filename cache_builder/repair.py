@@ -5,7 +5,7 @@ import logging
 from collections.abc import Sequence
 
 from cache_builder.build import explaining_interrupts
-from cache_builder.commit import committed_shards, discard_uncommitted, publish, read_record
+from cache_builder.commit import committed_shards, discard_uncommitted, read_record
 from cache_builder.config import BuildConfig, Forward
 from cache_builder.description import (
     copy_target_file,
@@ -18,6 +18,7 @@ from cache_builder.lease import require_lease
 from cache_builder.lock import builder_lock
 from cache_builder.plan import Plan
 from cache_builder.projecting import put_projection
+from cache_builder.publication import publish
 from cache_builder.retirement import retired_shards
 from cache_builder.stored_plans import own_plans
 from cache_builder.target import resolve_target, stamp_files

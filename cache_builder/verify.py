@@ -1,5 +1,6 @@
 """Checking a cache: every piece that should be there is, and is what was written."""
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -33,6 +34,10 @@ Piece = Literal[
     "records",
     "shard",
 ]
+
+
+_MISSING = re.compile(r": missing(\.|$)| is missing[:)]")
+"""What is said of a file that is not there. Paths and other messages may hold the word, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +104,7 @@ def verify_unpublished(
 def _problem(
     piece: Piece, error: CacheError, *, shard: str | None = None, name: str = ""
 ) -> Problem:
-    kind = "missing" if "missing" in str(error) else "damaged"
+    kind = "missing" if _MISSING.search(str(error)) else "damaged"
     return Problem(piece, shard, kind, str(error), name)
 
 

@@ -24,7 +24,7 @@ from shared.metadata import calibration_to_bytes, read_calibration, read_project
 from shared.spec import CaptureSpec
 from shared.storage import open_storage
 
-_CALIBRATION_TOKENS = 8192
+CALIBRATION_TOKENS = 8192
 """500 tokens of one domain move the ratio by under 1 %; this covers a few domains."""
 
 
@@ -95,7 +95,7 @@ class Worker:
             with self._threads(self._plan.forward.threads):
                 states = [
                     self._rows(self._plan.sample(position).token_ids)
-                    for position in self._plan.calibration_positions(_CALIBRATION_TOKENS)
+                    for position in self._plan.calibration_positions(CALIBRATION_TOKENS)
                 ]
                 calibration = codec.calibrate(torch.cat(states))
             assert calibration is not None

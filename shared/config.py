@@ -47,7 +47,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         ConfigError: it cannot be read.
     """
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_bytes().decode())
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such configuration file.") from None
     except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, numbers beyond Python's

@@ -10,7 +10,6 @@ DraftCacheError
 +-- StorageError                an object store or a disk cannot be reached, or refuses
 +-- CacheError                  the store on disk is not what the caller needs
 |   +-- CacheNotFoundError          no cache at that path (also FileNotFoundError)
-|   +-- CacheIncompleteError        some planned shards were never committed
 |   +-- CacheIncompatibleError      format version, target, layers or codec differ
 |   +-- CacheLockedError            another builder holds the cache
 |   +-- ShardCorruptError           a digest, checksum, shape or dtype differs from the record
@@ -61,10 +60,6 @@ class CacheError(DraftCacheError):
 
 class CacheNotFoundError(CacheError, FileNotFoundError):
     """There is no cache at that path."""
-
-
-class CacheIncompleteError(CacheError):
-    """Some planned shards were never committed."""
 
 
 class CacheIncompatibleError(CacheError):

@@ -12,7 +12,7 @@ from zarr.codecs import BytesCodec
 
 from shared.chunk import CRC_BYTES, Array, checksum, encode_chunk, zarr_compressors
 from shared.codec import Codec, Packed
-from shared.files import sha256_file, sync_file, writing
+from shared.files import sha256_file, writing
 from shared.manifest import LayerStatistics, ShardRecord, StoredFile
 from shared.shard import (
     INDEX_ENTRY,
@@ -103,14 +103,13 @@ class ShardWriter:
         calibration: str | None,
         quarantined: Mapping[str, str],
     ) -> ShardRecord:
-        """Write index, metadata and small arrays; everything is synced. Does not commit."""
+        """Write index, metadata and small arrays. Does not commit, which is what syncs them."""
         # Zarr's index goes plane by plane; in the file all planes of some tokens are neighbours.
         by_tokens = np.array(self._entries, INDEX_ENTRY).reshape(-1, self._plane_shape[0])
         index = by_tokens.T.tobytes()
         self._append(index + checksum(index).to_bytes(CRC_BYTES, "little"))
         self.close()
         with writing(self._directory):
-            sync_file(self._directory / STATES_OBJECT)
             self._write_zarr()
         files = {
             path.relative_to(self._directory).as_posix(): StoredFile(

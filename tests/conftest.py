@@ -4,10 +4,8 @@ import json
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -20,6 +18,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: see the Mak
 os.environ["HF_HUB_OFFLINE"] = "1"
 if "PYTEST_XDIST_WORKER" in os.environ:  # the other workers take the other cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
 
 from cache_builder.build import build
 from cache_builder.config import (
@@ -91,6 +91,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in slow)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """What a test or its fixtures draw from torch's own generator is the same in any order."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
     """A command line that a test runs in this process sets up logging: take that back after it."""
@@ -116,7 +122,6 @@ def target_dir() -> Path:
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random four-block Qwen3 with a byte-level tokenizer and a ChatML template."""
-    import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -156,23 +161,31 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+S3_SERVER = """
+from moto.server import ThreadedMotoServer
+
+server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+input()
+"""
+
+
 @pytest.fixture(scope="module")
 def s3_server() -> Iterator[str]:
     """The address of an S3 server of its own with the bucket `caches`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    quiet = subprocess.DEVNULL
-    with subprocess.Popen(command, stdout=quiet, stderr=quiet) as process:
-        address = f"http://127.0.0.1:{port}"
-        for _ in range(600):
-            try:
-                request = urllib.request.Request(f"{address}/caches", method="PUT")
-                urllib.request.urlopen(request).close()
-                break
-            except OSError:
-                time.sleep(0.1)
+    with subprocess.Popen(
+        [sys.executable, "-c", S3_SERVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        address = (
+            f"http://127.0.0.1:{int(process.stdout.readline())}"  # the system chose a free one
+        )
+        urllib.request.urlopen(urllib.request.Request(f"{address}/caches", method="PUT")).close()
         yield address
         process.kill()
 

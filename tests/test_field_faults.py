@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from cache_builder.build import build
-from cache_builder.commit import publish
 from cache_builder.config import BuildConfig
+from cache_builder.publication import publish
 from cache_builder.verify import verify_cache
 from shared.cache import Cache
 from shared.errors import CacheLockedError, ConfigError, DraftCacheError, NonFiniteError, RunError

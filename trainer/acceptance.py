@@ -153,49 +153,6 @@ class _Tree:
         return count
 
 
-def tree_surrogate(topk_logprob: np.ndarray, budgets: Sequence[int]) -> np.ndarray:
-    """The drafter's own expectation of `tree_accepted`, float64 [A, U].
-
-    It is the summed probability of the tree's prefixes. Above the mean of `tree_accepted` the
-    drafter is over-confident, below it under-confident. `topk_logprob` is float [A, P, T].
-    """
-    chosen = np.asarray(budgets) - 1
-    parts = [
-        np.cumsum(_best_first(topk_logprob[start : start + ANCHORS_PER_CHUNK], chosen.max() + 1), 1)
-        for start in range(0, len(topk_logprob), ANCHORS_PER_CHUNK)
-    ]
-    return np.concatenate(parts)[:, chosen] if parts else np.zeros((0, len(chosen)))
-
-
-def _best_first(topk_logprob: np.ndarray, num_prefixes: int) -> np.ndarray:
-    """Probabilities of the best prefixes of every anchor, falling, float64 [A, num_prefixes].
-
-    Best-first search of all anchors in step: take the best waiting prefix, put its next
-    sibling in its place and its first child at the end. Zero where prefixes run out.
-    """
-    logprob = np.minimum(topk_logprob.astype(np.float64), 0.0)
-    num_anchors, num_slots, num_ranks = logprob.shape
-    row = np.arange(num_anchors)
-    waiting = np.full((num_anchors, num_prefixes + 1), -np.inf)
-    parent = np.zeros_like(waiting)
-    slot = np.zeros(waiting.shape, dtype=np.int32)
-    rank = np.zeros_like(slot)
-    waiting[:, 0] = logprob[:, 0, 0]
-    probability = np.zeros((num_anchors, num_prefixes))
-    for i in range(num_prefixes):
-        best = waiting[:, : i + 1].argmax(axis=1)
-        score, above = waiting[row, best], parent[row, best]
-        at, sibling = slot[row, best], rank[row, best] + 1
-        probability[:, i] = np.exp(score)
-        below = np.minimum(at + 1, num_slots - 1)
-        waiting[:, i + 1] = np.where(at + 1 < num_slots, score + logprob[row, below, 0], -np.inf)
-        parent[:, i + 1], slot[:, i + 1] = score, below
-        kept = np.minimum(sibling, num_ranks - 1)
-        waiting[row, best] = np.where(sibling < num_ranks, above + logprob[row, at, kept], -np.inf)
-        rank[row, best] = kept
-    return probability
-
-
 def segments(loss_mask: np.ndarray) -> list[tuple[int, int]]:
     """Response segments of a sample: maximal runs [start, stop) of supervised positions."""
     edge = np.flatnonzero(np.diff(np.concatenate([[0], loss_mask != 0, [0]])))

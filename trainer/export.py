@@ -165,7 +165,7 @@ def _write(
         partial.mkdir()
         save_file(tensors, partial / MODEL, {"format": "pt"})
         write_json(partial / CONFIG, config)
-        (partial / CARD).write_text(model_card(session, facts))
+        (partial / CARD).write_bytes(model_card(session, facts).encode())
         check_export(partial, facts.form, session, tensors)
         if (projection := session.cache.projection()) is not None:
             check_product(partial, _factored(session, snapshot, tensors), projection)

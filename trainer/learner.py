@@ -111,8 +111,9 @@ class Learner:
             RunError: another rank is gone.
         """
         config, drafter, ranks = self.config, self.session.drafter, self.ranks
-        lr = learning_rate(self.step, config.train.steps, config.optimizer)
-        set_learning_rate(self.optimizer, lr)
+        set_learning_rate(
+            self.optimizer, learning_rate(self.step, config.train.steps, config.optimizer)
+        )
         scale = noise_scale(self.step, config.noise)
         totals = StepTotals(config.drafter.block_size, self.session.device)
         first = self.step * config.train.batches_per_step
@@ -141,7 +142,7 @@ class Learner:
         self.epoch = metrics["train/epoch"]
         return metrics | {
             "train/grad_norm": grad_norm,
-            "train/lr": lr,
+            "train/lr": self.optimizer.param_groups[0]["lr"],  # as it was in force
             "train/noise_scale": scale,
             "train/nonfinite_steps": self.num_nonfinite,
         }

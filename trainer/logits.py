@@ -43,9 +43,6 @@ class Rows(NamedTuple):
     scale_M: Tensor
     """What the error kept in place of the logits is to be multiplied by."""
 
-    has_label: bool
-    """Whether the error has the label's share, too: -1 at the label, for the cross-entropy."""
-
 
 def reduce(
     logits_MV: Tensor,
@@ -58,17 +55,16 @@ def reduce(
 ) -> Rows:
     """Reduce the logits in float32 and, if asked, put the error of each in their place.
 
-    The error is the gradient of the loss with respect to the logits, divided by `scale_M`; of
-    the cross-entropy without the label's share. Each pass over the logits counts: on a CPU a few
-    rows at a time go through all passes while they lie in its cache, and only they exist in
-    float32.
+    The error is the gradient of the loss with respect to the logits, divided by `scale_M`. Each
+    pass over the logits counts: on a CPU a few rows at a time go through all passes while they lie
+    in its cache, and only they exist in float32.
 
     Args:
         with_liger: take Liger's kernel, where there is no teacher.
     """
     if with_liger and own_MV is None:
         ce_M, correct_M = liger.cross_entropy_(logits_MV, label_M, keep_error=keep_error)
-        return Rows(ce_M, ce_M, correct_M, torch.ones_like(ce_M), has_label=True)
+        return Rows(ce_M, ce_M, correct_M, torch.ones_like(ce_M))
     num_rows, num_logits = logits_MV.shape
     if logits_MV.device.type == "cpu":
         num_rows = torch.get_num_threads() * max(1, _BYTES_PER_CORE // (4 * num_logits))
@@ -86,11 +82,14 @@ def reduce(
         scale_R = torch.ones_like(sum_R)
         if own_MV is None:
             loss_R, error_RV, scale_R = ce_R, wide_RV, 1 / sum_R
+            # Here, in float32: of a label that is nearly certain little is left, and that little
+            # would be lost in the rounding of the products.
+            error_RV.scatter_add_(1, label_R[:, None], -sum_R[:, None])
         if keep_error:
             logits_RV.copy_(error_RV)
         parts.append((ce_R, loss_R, correct_R, scale_R))
     ce_M, loss_M, correct_M, scale_M = (torch.cat(column) for column in zip(*parts, strict=True))
-    return Rows(ce_M, loss_M, correct_M, scale_M, has_label=own_MV is not None)
+    return Rows(ce_M, loss_M, correct_M, scale_M)
 
 
 def _peak(logits_MV: Tensor, label_M: Tensor, gold_M: Tensor) -> tuple[Tensor, Tensor]:

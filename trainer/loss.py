@@ -187,8 +187,6 @@ def _sweep(
         weight_sum += weight_M.sum()
         if grad_AKD is not None:
             grad_MD = (logits_MV @ lm_head_VD) * (weight_M * rows.scale_M)[:, None]
-            if not rows.has_label:  # its share of the gradient is a row of the head
-                grad_MD -= weight_M[:, None] * lm_head_VD[label_M]
             grad_AKD.view(-1, grad_AKD.shape[-1])[slot_M] = grad_MD.to(grad_AKD.dtype)
         del logits_MV  # before the next chunk's exist: the peak would hold those of two
     return loss_sum, weight_sum, ce_AK, loss_AK, correct_AK

@@ -11,6 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from shared import config as configs
+from shared.bar import LINE_SECONDS
 from shared.errors import DraftCacheError, RunError
 from shared.files import canonical_json, sha256_bytes
 from shared.quantity import duration, size
@@ -36,9 +37,6 @@ from trainer.tracking import Tracker, finite
 from trainer.warm_start import WarmStart
 
 logger = logging.getLogger(__name__)
-
-_SECONDS_PER_LINE = 30.0
-"""How often a run without a terminal says where it is."""
 
 
 class Training:
@@ -194,7 +192,7 @@ class Training:
                     bar.update()
                     bar.set_postfix_str(f"loss {metrics['train/loss']:.3f}", refresh=False)
                     if bar.disable and time.monotonic() > next_line:  # no terminal: lines instead
-                        next_line = time.monotonic() + _SECONDS_PER_LINE
+                        next_line = time.monotonic() + LINE_SECONDS
                         seconds = (time.monotonic() - began) / (self.step - logged)
                         self._log_progress(metrics, seconds)
                     writer.check()

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from cache_builder.build import explaining_interrupts, require_records
-from cache_builder.commit import committed_shards, discard_uncommitted, publish
+from cache_builder.commit import committed_shards, discard_uncommitted
 from cache_builder.config import TargetConfig
 from cache_builder.description import open_or_create, write_description
 from cache_builder.importing import report as reports
@@ -26,6 +26,7 @@ from cache_builder.importing.speculators import SpeculatorsSource
 from cache_builder.lock import builder_lock
 from cache_builder.plan import Plan
 from cache_builder.planning import find_plan, stored_samples
+from cache_builder.publication import publish
 from cache_builder.space import bytes_here, require_fit
 from cache_builder.stored_plans import share_plan
 from cache_builder.target import (
@@ -36,7 +37,7 @@ from cache_builder.target import (
     stamp_files,
 )
 from cache_builder.target_config import load_config
-from cache_builder.worker import Job, Prepared
+from cache_builder.worker import CALIBRATION_TOKENS, Job, Prepared
 from cache_builder.workspace import workspace
 from shared.bar import Bar
 from shared.cache import Cache
@@ -52,8 +53,6 @@ from shared.spec import CaptureSpec
 from shared.storage import open_storage
 
 logger = logging.getLogger(__name__)
-
-_CALIBRATION_TOKENS = 8192
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -272,7 +271,7 @@ def _calibrate(job: _Job, plan: Plan) -> str | None:
         return None
     states = [
         read_states(job.source, plan, position, job.slots)[1]
-        for position in plan.calibration_positions(_CALIBRATION_TOKENS)
+        for position in plan.calibration_positions(CALIBRATION_TOKENS)
     ]
     calibration = codec.calibrate(torch.cat(states))
     assert calibration is not None

@@ -19,7 +19,7 @@ from numcodecs import zstd
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from cache_builder.commit import publish
+from cache_builder.publication import publish
 from shared.cache import Cache
 from shared.chunk import CHUNK_TOKENS, CRC_BYTES, encode_chunk
 from shared.codec import PRESETS, Codec

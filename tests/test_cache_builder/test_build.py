@@ -33,9 +33,10 @@ from shared.errors import (
     DraftCacheError,
     TargetError,
 )
-from shared.layout import MANIFEST, RECORDS, record_key
+from shared.layout import MANIFEST, RECORDS, WIP, record_key
 from tests.conftest import conversations, write_jsonl
 from tests.test_cache_builder.stored import Killer, assert_clean
+from tests.test_shared.test_files import needs_proc, synced
 
 pytestmark = pytest.mark.slow
 
@@ -193,6 +194,23 @@ def test_two_workers_make_the_cache_that_one_makes(
     config = many_shards(tmp_path / "cache")
     build(replace(config, workers=replace(config.workers, num_workers=2)))
     assert digests(tmp_path / "cache") == undisturbed
+
+
+@needs_proc
+def test_every_file_of_a_shard_is_synced_before_its_record_is_written(
+    tiny_build: MakeBuild, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a loss of power could leave a shard that counts as committed and is not there."""
+    path = tmp_path / "cache"
+    events = synced(monkeypatch)
+    build(tiny_build(path))
+    cache = Cache(path)
+    for shard_id in cache.shard_ids:
+        wip, record = str(path / WIP / shard_id), str(path / record_key(shard_id))
+        committed = next(i for i, event in enumerate(events) if event.startswith(record))
+        of_shard = [e.removeprefix(wip) for e in events[:committed] if e.startswith(wip)]
+        files = {event.partition("/")[2] for event in of_shard}
+        assert cache.record(shard_id).files.keys() <= files
 
 
 def test_killed_at_any_write_the_build_ends_with_the_same_cache(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_builder import commit
+from cache_builder import publication
 from cache_builder.id_set import IdSet
 from shared.index import SampleIndex
 
@@ -50,10 +50,10 @@ def test_quarantined_ids_are_looked_for_without_a_set_of_all(
     index = SampleIndex(sample_ids=ids, split_keys=split_keys, source=source, **zeros)
     named = [*lost, ids[5], ids[num // 2], ids[num - 1]]
     record = SimpleNamespace(quarantined={row.tobytes().hex(): "why" for row in named})
-    monkeypatch.setattr(commit, "_COMPARED_ROWS", 10_000)
+    monkeypatch.setattr(publication, "_COMPARED_ROWS", 10_000)
     tracemalloc.start()
     try:
-        found = commit._quarantined({"0001-00000": record}, index)  # type: ignore[dict-item]
+        found = publication._quarantined({"0001-00000": record}, index)  # type: ignore[dict-item]
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

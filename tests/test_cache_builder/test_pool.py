@@ -398,6 +398,6 @@ def test_progress_without_a_terminal_is_a_line_now_and_then(
         assert "15 s left" in progress.line(10.0)
         progress.died("worker 0 (cpu)", "died with exit code -9")
         assert progress.num_tokens == 100
-        monkeypatch.setattr(module, "_LINE_SECONDS", 0.0)
+        monkeypatch.setattr(module, "LINE_SECONDS", 0.0)
         progress.tick()
     assert "captured 100 of 1,000 tokens" in caplog.text

@@ -14,11 +14,12 @@ from click.testing import CliRunner
 
 from cache_builder import cli
 from cache_builder.build import build
-from cache_builder.commit import committed_shards, publish, read_record
+from cache_builder.commit import committed_shards, read_record
 from cache_builder.config import BuildConfig
 from cache_builder.lock import builder_lock
 from cache_builder.plan import Plan
 from cache_builder.prune import prune
+from cache_builder.publication import publish
 from cache_builder.repair import repair
 from cache_builder.retirement import RETIRED, retire
 from cache_builder.rewrite import write_selection

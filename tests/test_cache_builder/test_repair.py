@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from cache_builder import build as building
 from cache_builder import planning
 from cache_builder.build import build
-from cache_builder.commit import publish
 from cache_builder.config import BuildConfig, TargetConfig
 from cache_builder.inspect import inspect_cache
 from cache_builder.plan import find_plans
 from cache_builder.planning import stored_samples
+from cache_builder.publication import publish
 from cache_builder.repair import repair
 from cache_builder.target import Target
 from cache_builder.verify import verify_cache, verify_unpublished

@@ -151,3 +151,14 @@ def test_new_data_are_captured_although_the_plans_are_lost(
     more = write_jsonl(tmp_path / "more.jsonl", conversations(range(60, 64)))
     build(tiny_build(copy, data=[tiny_data, more]))
     assert len(Cache(copy).index) == 52
+
+
+def test_what_is_damaged_is_not_called_missing_by_a_word_of_its_message(
+    tiny_cache: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "missing" / "cache"
+    shutil.copytree(tiny_cache, copy)
+    flip(copy / HEAD, 500)
+    (copy / record_key(Cache(copy).shard_ids[0])).unlink()
+    found = {problem.piece: problem.kind for problem in verify_cache(copy, deep=False)}
+    assert found == {"head": "damaged", "shard": "missing"}

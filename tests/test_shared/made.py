@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cache_builder.commit import commit_shard, publish
+from cache_builder.commit import commit_shard
+from cache_builder.publication import publish
 from shared.codec import PRESETS, Calibration, Codec
 from shared.files import sha256_bytes, write_bytes, write_json
 from shared.head import Head, Readout

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cache_builder.commit import publish
+from cache_builder.publication import publish
 from shared.codec import Calibration, Codec, LevelCodec, LosslessCodec
 from shared.files import sha256_bytes, write_bytes
 from shared.layout import PROJECTION

@@ -17,7 +17,7 @@ import zarr
 from safetensors.numpy import load, save
 
 import shared
-from cache_builder.commit import publish
+from cache_builder.publication import publish
 from shared.cache import Cache
 from shared.codec import Calibration, LevelCodec, LosslessCodec
 from shared.errors import (

@@ -231,6 +231,18 @@ def test_a_massive_token_does_not_widen_the_steps() -> None:
     torch.testing.assert_close(found.step_LD, without.step_LD)
 
 
+@pytest.mark.parametrize(("times", "is_left_out"), [(4.5, False), (5.5, True)])
+def test_a_token_is_massive_from_five_times_the_usual_rms_on(
+    times: float, is_left_out: bool
+) -> None:
+    codec = LevelCodec(step=1 / 16)
+    hidden = normal(500).sign()  # so that every token has the same
+    without = codec.calibrate(hidden[1:])
+    hidden[0] *= times
+    found = codec.calibrate(hidden)
+    assert torch.allclose(found.step_LD, without.step_LD) == is_left_out
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
 def test_a_token_that_is_not_finite_does_not_spoil_the_calibration(value: float) -> None:
     codec = LevelCodec(step=1 / 16)

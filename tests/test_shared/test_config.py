@@ -1,6 +1,9 @@
 """TOML and overrides into dataclasses: what is accepted, and the words of every refusal."""
 
 import math
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 from shared.config import build, differences, flatten, kind_of, load, to_dict
 from shared.errors import ConfigError
 from shared.location import Location
+from tests.conftest import REPOSITORY
 from tests.test_shared.mutate import steady
 
 
@@ -403,3 +407,21 @@ def test_a_path_may_start_at_home_but_not_be_empty(tmp_path: Path) -> None:
     assert build(Place, {"path": "~name"}).path == Path("~name")
     with pytest.raises(ConfigError, match="empty text"):
         build(Place, {"path": " "})
+
+
+def test_a_file_is_utf_8_whatever_the_locale(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_bytes('path = "r\u00e9sum\u00e9"'.encode())
+    script = (
+        "import sys, pathlib, shared.config as config\n"
+        "print(ascii(config.read_toml(pathlib.Path(sys.argv[1]))))"
+    )
+    env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    found = subprocess.run(
+        [sys.executable, "-c", script, str(file)],
+        capture_output=True,
+        text=True,
+        env=env,
+        cwd=REPOSITORY,
+    )
+    assert found.stdout == "{'path': 'r\\xe9sum\\xe9'}\n", found.stderr

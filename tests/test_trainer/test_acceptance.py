@@ -15,7 +15,6 @@ from trainer.acceptance import (
     rank_of_gold,
     segments,
     tree_accepted,
-    tree_surrogate,
     walk,
 )
 
@@ -139,10 +138,8 @@ def test_result_does_not_depend_on_the_chunk(monkeypatch: pytest.MonkeyPatch) ->
     gold_rank = rng.integers(0, 3, (23, 5))
     num_gold = rng.integers(0, 6, 23)
     whole = tree_accepted(logprob, gold_rank, num_gold, (4, 32))
-    surrogate = tree_surrogate(logprob, (4, 32))
     monkeypatch.setattr("trainer.acceptance.ANCHORS_PER_CHUNK", 7)
     assert np.array_equal(tree_accepted(logprob, gold_rank, num_gold, (4, 32)), whole)
-    assert np.array_equal(tree_surrogate(logprob, (4, 32)), surrogate)
 
 
 def test_tree_bounds() -> None:
@@ -172,24 +169,25 @@ def test_impossible_tokens_and_rounded_up_certainty_are_harmless() -> None:
         assert tree_accepted(logprob, np.array([gold]), np.array([2]), (1, 2)).tolist() == [
             expected
         ]
-    assert tree_surrogate(logprob, (1, 2, 50)).tolist() == [[1, 2, 2]]
 
 
 def test_no_anchor_gives_no_row() -> None:
     none = np.zeros((0, 3), dtype=np.int32)
     logprob = np.zeros((0, 3, 4), dtype=np.float32)
     assert tree_accepted(logprob, none, np.zeros(0, int), (1, 8)).shape == (0, 2)
-    assert tree_surrogate(logprob, (1, 8)).shape == (0, 2)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_surrogate_is_the_expectation_under_the_drafter(seed: int) -> None:
-    """E_Q[accepted] over all 256 gold paths of V = 4, L = 4."""
+def test_expectation_under_the_drafter_is_the_probability_of_the_tree(seed: int) -> None:
+    """Over all 256 gold paths of V = 4, L = 4: what a DDTree is the best of."""
     logprob = marginals(np.random.default_rng(seed), 1, 4, 4)
     paths = np.array(list(product(range(4), repeat=4)))
     probability = np.exp(logprob[0, np.arange(4), paths].astype(np.float64).sum(1))
     accepted = tree_accepted(np.repeat(logprob, 256, 0), paths, np.full(256, 4), BUDGETS)
-    assert probability @ accepted == pytest.approx(tree_surrogate(logprob, BUDGETS)[0], abs=1e-6)
+    tree = enumerate_tree(logprob[0])
+    reach = np.exp([logprob[0, np.arange(len(r)), r].astype(np.float64).sum() for r in tree])
+    expected = [reach[:budget].sum() for budget in BUDGETS]
+    assert probability @ accepted == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -499,9 +500,17 @@ def test_a_slow_save_does_not_hold_up_steps_and_only_the_next_one_waits(
         writer.check()
         assert writer.wait_seconds == 0.0
         assert newest_valid(tmp_path) is None
-        threading.Timer(0.3, disk_is_ready.set).start()
+        waits = []
+
+        def wait(saves: list[Any]) -> Any:
+            waits.append([save.done() for save in saves])
+            disk_is_ready.set()
+            return futures.wait(saves)
+
+        monkeypatch.setattr("trainer.checkpoint_writer.wait", wait)
         writer.submit(snapshot_of(model, optimizer, 9))
-        assert 0.2 < writer.wait_seconds < 10
+        assert waits == [[False]]
+        assert writer.wait_seconds > 0
         loaded = load(tmp_path / "checkpoints" / "step-00000003")
     assert same(loaded.drafter, weights)
     assert loaded.optimizer["step.0.weight"] == 3
@@ -632,17 +641,18 @@ def test_sigkill_at_random_moments_loses_nothing_that_was_saved(
     tmp_path: Path, children: Children, caplog: pytest.LogCaptureFixture
 ) -> None:
     rng = random.Random(0)
-    num_torn = 0
-    for _ in range(20):
+    num_kills = num_torn = 0
+    # On a machine under load it takes more of them until one has hit a save.
+    while num_kills < 20 or not num_torn or saved_step(tmp_path) <= 5:
+        assert num_kills < 200, "the kills hit no save, or nothing is saved"
         child = children.start(0)
         time.sleep(rng.uniform(0.02, 0.4))
         os.kill(child, signal.SIGKILL)
         assert children.wait() == -signal.SIGKILL
+        num_kills += 1
         num_torn += len(list(tmp_path.glob("checkpoints/*.partial")))
         assert saved_step(tmp_path) >= int((tmp_path / "progress").read_text() or 0)
         assert len(steps_on_disk(tmp_path)) <= 3
-    assert num_torn > 0, "no kill hit a save: the test proves nothing"
-    assert saved_step(tmp_path) > 5
     assert caplog.text == ""
 
 

@@ -452,6 +452,16 @@ def test_a_queue_that_lasts_to_the_end_is_a_note(tmp_path: Path) -> None:
     assert [(f.severity, f.name) for f in diagnosis.findings] == [("note", "queue-falling")]
 
 
+def test_a_queue_that_swings_is_not_called_falling(tmp_path: Path) -> None:
+    """A line through its depth falls too, by a small part of what it swings by."""
+    config = replace(make_config(tmp_path), loader=training.LoaderConfig(queue_batches=300))
+
+    def change(step: int, line: Line) -> Line:
+        return line | {"data/queue_depth": 200 + 90 * (-1) ** step - step // 2}
+
+    assert look(make_run(tmp_path, config=config, change=change)).findings == []
+
+
 def test_steps_that_wait_for_data(tmp_path: Path) -> None:
     def change(step: int, line: Line) -> Line:
         return line | {"data/queue_depth": 0, "data/wait_share": 0.3}

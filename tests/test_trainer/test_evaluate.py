@@ -1,12 +1,15 @@
 """Held-out figures are repeatable and are what decoding block by block would give."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from shared.shard import StoredSample
+from trainer.anchors import legal_anchors
 from trainer.batch import collate
 from trainer.config import TrainConfig
 from trainer.evaluate import evaluate, evaluate_run
@@ -89,6 +92,29 @@ def test_walk_and_chain_equal_a_loop_over_single_blocks(trained: Path) -> None:
     assert result["tau_walk"] == pytest.approx(tokens / rounds)
     assert result["num_anchors"] == anchors
     assert result["tau_chain"] == pytest.approx(total / anchors)
+
+
+def test_no_slot_counts_behind_a_gap_in_the_supervision(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the target did not write, as between two answers, ends what can be accepted."""
+    session = open_trained(trained)
+    read, num_slots = session.cache.read, session.config.drafter.block_size - 1
+
+    def gapped(position: int) -> StoredSample:
+        sample = read(position)
+        mask = sample.loss_mask.copy()
+        mask[np.flatnonzero(mask)[4]] = 0
+        return replace(sample, loss_mask=mask)
+
+    monkeypatch.setattr(session.cache, "read", gapped)
+    expected = np.zeros(num_slots, np.int64)
+    for position in session.split.heldout[:4].tolist():
+        mask = gapped(position).loss_mask
+        for anchor in legal_anchors(mask.astype(bool)).tolist():
+            follows = mask[anchor + 1 : anchor + 1 + num_slots]
+            expected[: follows.size if follows.all() else follows.argmin()] += 1
+    assert evaluate(session)["num_anchors_per_slot"] == expected.tolist()
 
 
 def test_noise_does_not_touch_evaluation(

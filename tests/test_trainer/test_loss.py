@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, normalize
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -192,6 +192,19 @@ def test_prediction_that_is_the_label_is_correct() -> None:
     assert loss.correct_AK.tolist() == [[False, True, False, False]]
 
 
+def test_of_equal_logits_the_first_is_the_prediction() -> None:
+    """As argmax says, and so whoever decodes."""
+    hidden_AKD, lm_head_VD, _, supervised_AK = problem()
+    lm_head_VD = lm_head_VD.repeat_interleave(2, 0)
+    first_AK = (hidden_AKD @ lm_head_VD.T).argmax(-1)
+    assert (first_AK % 2 == 0).all()
+    for number, is_correct in ((0, True), (1, False)):
+        loss = drafter_loss(
+            hidden_AKD, lm_head_VD, first_AK + number, supervised_AK, DECAY, anchors_per_chunk=3
+        )
+        assert torch.equal(loss.correct_AK, supervised_AK & is_correct)
+
+
 @pytest.mark.parametrize("slot", range(1, K))
 def test_gradient_of_one_slot_scales_by_its_weight(slot: int) -> None:
     hidden_AKD, lm_head_VD, label_AK, _ = problem()
@@ -358,6 +371,29 @@ def test_precision_is_that_of_the_head_also_under_autocast(
     assert grad_AKD.dtype == hidden_dtype
     assert abs(loss_sum - exact) / exact < tolerance
     assert (grad_AKD - exact_AKD).norm() / exact_AKD.norm() < tolerance
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [
+        pytest.param(torch.float32, 1e-4, id="float32"),
+        pytest.param(torch.bfloat16, 0.1, id="bfloat16"),  # its logits are off by 0.05
+    ],
+)
+def test_gradient_of_a_nearly_certain_label_is_not_lost_in_rounding(
+    dtype: torch.dtype, tolerance: float
+) -> None:
+    """All that is left of it is a small difference of two large products."""
+    _, lm_head_VD, label_AK, supervised_AK = problem()
+    lm_head_VD = normalize(lm_head_VD).to(dtype)
+    hidden_AKD = (20 * lm_head_VD[label_AK]).requires_grad_()
+    loss = drafter_loss(hidden_AKD, lm_head_VD, label_AK, supervised_AK, DECAY, anchors_per_chunk=3)
+    assert 0 < loss.ce_AK.mean() < 0.01
+    exact_AKD = hidden_AKD.detach().double().requires_grad_()
+    ce_AK = reference_ce(exact_AKD, lm_head_VD.double(), label_AK)
+    expected_AKD = gradient((DECAY(ce_AK, supervised_AK) * ce_AK).sum(), exact_AKD)
+    error_AKD = gradient(loss.loss_sum, hidden_AKD) - expected_AKD
+    assert error_AKD.norm() / expected_AKD.norm() < tolerance
 
 
 def test_cross_entropy_of_bfloat16_logits_is_float32() -> None:

