@@ -1,9 +1,12 @@
 """What an epoch's order looks like: measured before training, and printed."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from shared.errors import RunError
+from shared.files import sha256_bytes
 from trainer.sampler import EpochPlan
 
 REPORT_WINDOW_BATCHES = 32
@@ -28,12 +31,37 @@ class OrderReport:
     share: tuple[float, ...]
     """Share of each bucket in the micro-batches."""
 
+    sha256: str
+    """Digest of the samples of every micro-batch."""
+
     def __str__(self) -> str:
         return (
             f"{self.num_samples} samples, {self.num_tokens} tokens in {self.num_batches} "
             f"micro-batches, {self.fill:.1%} full; longest run of a bucket {self.longest_run}, "
             f"window divergence {self.window_kl:.4f} nats"
         )
+
+    def describe(self) -> dict[str, str]:
+        """What a checkpoint remembers. numpy promises no stream of random numbers for good."""
+        return {"sha256": self.sha256, "numpy": np.__version__}
+
+    def require_same(self, there: dict[str, Any] | None, where: str) -> None:
+        """Refuse to go on in another order.
+
+        Args:
+            there: what `describe` gave when a checkpoint was written; None if it was not told.
+            where: names the checkpoint.
+
+        Raises:
+            RunError: the order is another one.
+        """
+        if there is not None and there["sha256"] != self.sha256:
+            raise RunError(
+                f"{where}: these settings put the samples in another order than it has, so that "
+                "some would be trained twice and others never. It was written with numpy "
+                f"{there['numpy']}, this is {np.__version__}: go on with that one, and with the "
+                "release that wrote it; or begin anew with --fresh."
+            )
 
 
 def window_kl(label: np.ndarray, window: int) -> float:
@@ -64,4 +92,5 @@ def order_report(plan: EpochPlan, length: np.ndarray) -> OrderReport:
         window_kl=window_kl(plan.bucket, REPORT_WINDOW_BATCHES),
         fill=num_tokens / (len(plan) * plan.tokens_per_batch),
         share=tuple(share.tolist()),
+        sha256=sha256_bytes(np.concatenate([plan.offset, plan.sample]).astype("<i8").tobytes()),
     )

@@ -68,30 +68,36 @@ class Run:
         path = checkpoints.newest_valid(self.path)
         return None if path is None else checkpoints.load(path, verify=False)
 
-    def begin(self, config: TrainConfig, snapshot: Snapshot | None) -> None:
-        """Record the configuration; on a resume, refuse one that would change what is learned.
+    def require_same_settings(self, config: TrainConfig, snapshot: Snapshot) -> None:
+        """Refuse to go on with settings that would change what is learned.
 
         Raises:
-            RunError: naming the keys that differ; or the directory holds something else.
+            RunError: naming the keys that differ.
+        """
+        stored = configs.flatten(snapshot.config)
+        asked = configs.flatten(configs.to_dict(config))
+        # A release that did not know a setting did what its default says.
+        stored = _defaults(config) | stored
+        changed = [
+            f"{key}: {stored.get(key)!r} before, {asked.get(key)!r} now"
+            for key in sorted(stored.keys() | asked.keys())
+            if stored.get(key) != asked.get(key)
+            and key.partition(".")[0] not in _FREE_SECTIONS
+            and key not in _FREE_KEYS
+        ]
+        if changed:
+            raise RunError(
+                f"{self.path}: cannot resume with other settings ({'; '.join(changed)}). "
+                "Restore them, give the run another path, or begin anew with --fresh."
+            )
+
+    def begin(self, config: TrainConfig, snapshot: Snapshot | None) -> None:
+        """Record the configuration, and forget what was found after `snapshot`.
+
+        Raises:
+            RunError: the directory holds something else than a run.
         """
         self.require_own()
-        if snapshot is not None:
-            stored = configs.flatten(snapshot.config)
-            asked = configs.flatten(configs.to_dict(config))
-            # A release that did not know a setting did what its default says.
-            stored = _defaults(config) | stored
-            changed = [
-                f"{key}: {stored.get(key)!r} before, {asked.get(key)!r} now"
-                for key in sorted(stored.keys() | asked.keys())
-                if stored.get(key) != asked.get(key)
-                and key.partition(".")[0] not in _FREE_SECTIONS
-                and key not in _FREE_KEYS
-            ]
-            if changed:
-                raise RunError(
-                    f"{self.path}: cannot resume with other settings ({'; '.join(changed)}). "
-                    "Restore them, give the run another path, or begin anew with --fresh."
-                )
         with writing(self.path):
             start = -1 if snapshot is None else snapshot.step
             # Of steps that are about to be done again.

@@ -172,7 +172,11 @@ class Training:
                 with self.pauses.measure("checkpoint"):
                     tracker.sync()
                     score, samples = (heldout or {}).get("tau_walk"), (heldout or {}).get(HELDOUT)
-                    state = {"unlogged": finite(self.unlogged), SCORED_ON: samples}
+                    state = {
+                        "unlogged": finite(self.unlogged),
+                        SCORED_ON: samples,
+                        "order": self.order.describe(),
+                    }
                     writer.submit(self.learner.snapshot(score, state))
                 saved = self.step
 
@@ -238,6 +242,7 @@ class Training:
         return {
             "step": self.step,
             "settings": sha256_bytes(canonical_json(configs.to_dict(self.config)))[:16],
+            "order": self.order.sha256[:16],
             "samples": str(self.session.cache.describe()["index_sha256"])[:16],
             "weights": weights,
         }
@@ -281,9 +286,10 @@ class Training:
 
     def _check(self, snapshot: Snapshot) -> None:
         where = f"{self.config.run.path}, checkpoint of step {snapshot.step}"
+        self.run.require_same_settings(self.config, snapshot)
         self.session.cache.require_same(snapshot.cache, where)
-        if snapshot.step > self.config.train.steps:
-            raise RunError(f"{where}: the run is to end at step {self.config.train.steps}.")
+        if snapshot.step < self.config.train.steps:
+            self.order.require_same(snapshot.state.get("order"), where)
 
     def _restore(self, snapshot: Snapshot) -> None:
         self.learner.restore(snapshot)

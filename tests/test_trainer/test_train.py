@@ -16,19 +16,21 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 
 from shared.cache import Cache
 from shared.errors import CacheError, ConfigError, DraftCacheError, NonFiniteError, RunError
 from tests.test_cache_builder.stored import Killer
+from trainer import announce, learner
 from trainer import config as training
-from trainer import learner
 from trainer.checkpoint import load, newest_valid
 from trainer.checkpoint_writer import CheckpointWriter
 from trainer.config import TrainConfig
 from trainer.loader import Loader
 from trainer.run import Run
+from trainer.sampler import EpochPlan, epoch_batches
 from trainer.snapshot import Snapshot
 from trainer.summary import summarize
 from trainer.tracking import Tracker
@@ -758,13 +760,38 @@ def test_a_run_of_an_earlier_release_is_resumed_with_the_settings_it_did_not_kno
     train(config)
     snapshot = Run(tmp_path).require_checkpoint()
     del snapshot.config["cache"]["exclude"], snapshot.config["sampler"]["shards_in_flight"]
-    Run(tmp_path).begin(config, snapshot)
+    Run(tmp_path).require_same_settings(config, snapshot)
     changed = replace(config, sampler=replace(config.sampler, shards_in_flight=2))
     with pytest.raises(RunError, match=r"sampler\.shards_in_flight: 0 before, 2 now"):
-        Run(tmp_path).begin(changed, snapshot)
+        Run(tmp_path).require_same_settings(changed, snapshot)
     snapshot.config["sampler"]["turns"] = "equal"
     with pytest.raises(RunError, match=r"sampler\.turns: 'equal' before, None now"):
-        Run(tmp_path).begin(config, snapshot)
+        Run(tmp_path).require_same_settings(config, snapshot)
+
+
+def test_a_run_does_not_go_on_in_another_order(
+    tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of numpy's random numbers, or of our sampler, may change between two parts of a run."""
+    config = tiny_train(tmp_path, tiny_cache, steps=4)
+    config = replace(config, checkpoint=replace(config.checkpoint, every_steps=2, keep=2))
+    train(config)
+
+    def reversed_epochs(*args: Any, **options: Any) -> EpochPlan:
+        plan = epoch_batches(*args, **options)
+        return replace(plan, sample=plan.sample[::-1].copy())
+
+    began_with = np.__version__
+    with monkeypatch.context() as patch:
+        patch.setattr(announce, "epoch_batches", reversed_epochs)
+        patch.setattr(np, "__version__", "9.0.0")
+        assert train(config) is None  # all is done: there is no order to go on in
+        shutil.rmtree(tmp_path / "checkpoints" / "step-00000004")
+        refused = rf"step 2: .* another order .* numpy {began_with}, this is 9\.0\.0"
+        with pytest.raises(RunError, match=refused):
+            train(config)
+    assert train(config) is None
+    assert Run(tmp_path).require_checkpoint().step == 4
 
 
 def test_a_run_reads_from_few_shards_at_a_time_and_resumes_so(
