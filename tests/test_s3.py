@@ -586,6 +586,14 @@ def test_prune_and_merge_in_buckets(
     assert contents(into).keys() == everything.keys()
     assert verify_cache(into, deep=True) == []
     assert merge(into, [url]).num_samples == 0
+    scratch = tmp_path / "scratch"
+    done = CliRunner().invoke(main, ["merge", str(into), str(url), "--scratch", str(scratch)])
+    assert done.exit_code == 0, done.output
+    assert workspace(replace(into, scratch=scratch)).is_dir()
+    with pytest.raises(ConfigError, match="scratch is for caches at s3://"):
+        CliRunner().invoke(
+            main, ["merge", "a", "b", "--scratch", str(scratch)], catch_exceptions=False
+        )
 
 
 def test_faults_of_the_place_are_one_line(
