@@ -742,11 +742,7 @@ def test_faults_that_pass_are_tried_again_and_said(
     unsteady: list[int], url: S3Url, caplog: pytest.LogCaptureFixture
 ) -> None:
     storage = open_storage(url)
-    unsteady[:] = [503]
-    with pytest.raises(StorageError, match="503 Service Unavailable, Made"):
-        storage.read("file")  # of a store that never answered: its address may be wrong
-    assert storage.read("file") == b"here"
-    unsteady[:] = [503, 500]
+    unsteady[:] = [503, 500]  # already the first: of many workers that start at once, say
     assert storage.read("file") == b"here"
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2

@@ -7,6 +7,7 @@ import click
 
 from cache_builder.config import MAX_WORKERS, BuildConfig, Launcher
 from shared import cli, config, log
+from shared.quantity import count
 
 _workers_option = click.option(
     "--workers",
@@ -118,7 +119,9 @@ def repair(
     from cache_builder.repair import repair as repair_cache
 
     repaired = repair_cache(_load(path, overrides, workers, launcher), drop_lost=drop_lost)
-    click.echo(f"{len(repaired)} shards captured anew" + "".join(f"\n  {i}" for i in repaired))
+    click.echo(
+        f"{count(len(repaired), 'shard')} captured anew" + "".join(f"\n  {i}" for i in repaired)
+    )
 
 
 def _load(

@@ -145,6 +145,8 @@ def test_text_is_supervised_only_on_request(template: ChatTemplate, tmp_path: Pa
     reader = read(template, path)
     assert len(list(reader)) == 1
     assert counts(reader) == {"mask_not_provable": 1}
+    (example,) = reader.report.dropped[DropReason.MASK_NOT_PROVABLE].examples
+    assert "data.supervise_text" in example
     text = next(iter(read(template, path, supervise_text=True)))
     assert text.loss_mask.tolist() == [0, 1, 1]
 
