@@ -113,8 +113,9 @@ def repair(
 ) -> None:
     """Make a damaged cache whole, and change nothing else.
 
-    Index and manifest are made again from what is in the cache. Damaged and missing shards are
-    captured anew, with the batches and threads they were captured with.
+    Index and manifest are made again from what is in the cache, cache.json, head and calibration
+    from the target, if they come out as they were. Damaged and missing shards are captured anew,
+    with the batches and threads they were captured with.
     """
     from cache_builder.repair import repair as repair_cache
 
