@@ -344,7 +344,10 @@ def test_json_array_and_wrong_encoding_say_what_to_do(
     with pytest.raises(DataError, match="looks like one JSON array"):
         list(read(template, str(path)))
     path.write_bytes('{"text": "é"}\n'.encode("latin-1"))
-    with pytest.raises(DataError, match=r"x\.jsonl:1: .*utf-8"):
+    with pytest.raises(DataError, match=r"x\.jsonl:1: .*utf-8.*Write the file as UTF-8"):
+        list(read(template, str(path)))
+    path.write_bytes('{"text": "e"}\n'.encode("utf-16"))
+    with pytest.raises(DataError, match=r"x\.jsonl:1: .*utf-8.*Write the file as UTF-8"):
         list(read(template, str(path)))
 
 
