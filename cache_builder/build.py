@@ -29,6 +29,7 @@ from shared.layout import PLANS
 from shared.location import Location
 from shared.manifest import Manifest
 from shared.metadata import read_manifest
+from shared.quantity import count
 from shared.spec import CaptureSpec
 from shared.storage import open_storage
 
@@ -77,16 +78,16 @@ def build(config: BuildConfig, *, retry_quarantined: bool = False) -> BuildRepor
         plan = find_or_make_plan(config, spec, template, retry_quarantined=retry_quarantined)
         leftovers = discard_uncommitted(path)
         if leftovers:
-            logger.info("discarded %d shards that were never committed", leftovers)
+            logger.info("discarded %s that were never committed", count(leftovers, "shard"))
         done = committed_shards(path)
         todo = [shard_id for shard_id in plan.shard_ids if shard_id not in done]
         logger.info(
-            "plan %s: %d samples, %d tokens, %d shards, %d to capture",
+            "plan %s: %s, %s, %s, %s to capture",
             plan.plan_id,
-            len(plan),
-            plan.num_tokens,
-            len(plan.shard_ids),
-            len(todo),
+            count(len(plan), "sample"),
+            count(plan.num_tokens, "token"),
+            count(len(plan.shard_ids), "shard"),
+            f"{len(todo):,}",
         )
         if todo or prepared is None:
             tasks = [Task(shard_id, plan.forward) for shard_id in todo]

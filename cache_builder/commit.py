@@ -1,6 +1,8 @@
 """The commit of a shard, which makes it part of a cache; and what never came to it."""
 
 import logging
+import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,6 +33,12 @@ from shared.storage import open_storage
 
 logger = logging.getLogger(__name__)
 
+_LOOK_SECONDS = 5.0
+"""How long a worker takes a shard for its own without looking: few beside those after which it is
+taken for dead, many beside those of a request."""
+
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
 
 def commit_shard(
     cache: Location,
@@ -56,6 +64,7 @@ def commit_shard(
         CacheLockedError: another builder took over, or another worker of this one.
         CacheError: another worker committed the shard, and its files are not what it wrote.
     """
+    began = _now()
     require_lease(cache)
     finished = finished or workspace(cache) / WIP / record.shard_id
     if not finished.is_dir():  # before anything of the other one's is touched
@@ -66,11 +75,47 @@ def commit_shard(
     storage, key = open_storage(cache), record_key(record.shard_id)
     version = storage.version(key)
     if version is None or version == replaces:
-        storage.put_tree(finished, f"{GROUP}/{record.shard_id}")
-        with suppress(CacheLockedError):
-            storage.put_over(key, json_bytes(record.to_dict()), version)
-            return record
+        with suppress(_OvertakenError):
+            watch = _Watch(cache, key, version, began)
+            storage.put_tree(finished, f"{GROUP}/{record.shard_id}", watch.look)
+            with suppress(CacheLockedError):
+                storage.put_over(key, json_bytes(record.to_dict()), version)
+                return record
     return _adopt(cache, record, finished)
+
+
+class _OvertakenError(Exception):
+    """Another worker wrote the record."""
+
+
+class _Watch:
+    """Looks while a shard goes up whether it is this worker's still: one that was suspended and
+    taken for dead must not write over what came from its replacement. Thread-safe."""
+
+    def __init__(self, cache: Location, key: str, version: str | None, began: float) -> None:
+        self._cache, self._key, self._version = cache, key, version
+        self._looked = began
+        self._lock = threading.Lock()
+
+    def look(self) -> None:
+        """
+        Raises:
+            CacheLockedError: another builder took over.
+            _OvertakenError: another worker of this one committed the shard.
+        """
+        with self._lock:
+            now = _now()
+            if now - self._looked < _LOOK_SECONDS:
+                return
+            require_lease(self._cache)
+            if open_storage(self._cache).version(self._key) != self._version:
+                raise _OvertakenError
+            self._looked = now
+
+
+def _now() -> float:
+    """Seconds of a clock that goes on while the machine is suspended."""
+    return time.clock_gettime(_CLOCK)
 
 
 def _adopt(cache: Location, record: ShardRecord, finished: Path) -> ShardRecord:

@@ -24,6 +24,7 @@ from shared.layout import (
     FORMAT,
     GENERATIONS,
     HEAD,
+    MANIFEST,
     PLANS,
     PROJECTION,
     RECORDS,
@@ -97,6 +98,11 @@ def open_or_create(path: Location, spec: CaptureSpec) -> Prepared | None:
         for name in open_storage(path).names(None)
         if name not in _OWN_NAMES and not _OWN_PARTIAL.fullmatch(name)
     ]
+    if MANIFEST in foreign:
+        raise CacheError(
+            f"{path}/{DESCRIPTION}: missing, though a cache was built here. Run `cache-builder "
+            "repair` with its configuration."
+        )
     if foreign:
         raise DataError(
             f"{path}: not a cache and not empty (it has {', '.join(sorted(foreign)[:8])}). "

@@ -2,6 +2,8 @@
 
 import logging
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from cache_builder.tokens import load_template
 from cache_builder.worker import Job, Task, Worker
 from cache_builder.workspace import workspace
 from shared.errors import ConfigError
+from shared.files import writing
 from shared.layout import DESCRIPTION
 from shared.quantity import count, size
 from shared.storage import open_storage
@@ -54,9 +57,7 @@ def estimate(config: BuildConfig) -> dict[str, Any]:
     known = stored.ids
     known.update(map(bytes.fromhex, stored.quarantined))  # as a build does
     parent = next(p for p in workspace(path).absolute().parents if p.is_dir())
-    with tempfile.TemporaryDirectory(prefix=".estimate-", dir=parent) as name:
-        scratch = Path(name) / "cache"
-        scratch.mkdir()
+    with _room(parent) as scratch:
         create_directories(scratch)
         put_projection(scratch, config.capture.projection, spec)
         plan = make_plan(config, spec, template, plans=scratch / "all", key="estimate", known=known)
@@ -79,6 +80,11 @@ def estimate(config: BuildConfig) -> dict[str, Any]:
             target=config.target,
             target_stamps=stamps,
             min_free_bytes=0,
+        )
+        logger.info(
+            "capturing %s on %s, to measure",
+            count(sample.num_tokens, "token"),
+            describe_devices(devices[0]),
         )
         worker = Worker(job, devices[0])
         prepared = worker.prepare()
@@ -116,6 +122,18 @@ def estimate(config: BuildConfig) -> dict[str, Any]:
         "hours": plan.num_tokens / rate / 3600,
         "devices": [describe_devices(own) for own in devices],
     }
+
+
+@contextmanager
+def _room(parent: Path) -> Iterator[Path]:
+    """A new directory in `parent`, which is removed again."""
+    with writing(parent):
+        directory = tempfile.TemporaryDirectory(prefix=".estimate-", dir=parent)
+    with directory as name:
+        scratch = Path(name) / "cache"
+        with writing(scratch):
+            scratch.mkdir()
+        yield scratch
 
 
 def _workers(config: WorkersConfig, num_shards: int, target_path: Path) -> list[Devices]:

@@ -16,6 +16,7 @@ from cache_builder.target import FileStamps
 from cache_builder.worker import Job, Prepared, Task
 from cache_builder.workspace import workspace
 from shared.errors import CaptureError
+from shared.quantity import count, size
 from shared.spec import CaptureSpec
 
 logger = logging.getLogger(__name__)
@@ -61,10 +62,12 @@ def capture_shards(
     here = bytes_here(job.cache, needed, largest, len(devices))
     require_fit(workspace(job.cache), here, job.min_free_bytes)
     logger.info(
-        "capturing %d tokens %s, about %.2f GB",
-        total,
-        "on the Ray cluster" if is_ray else f"with {len(devices)} workers on {_list(devices)}",
-        needed / 1e9,
+        "capturing %s %s, about %s",
+        count(total, "token"),
+        "on the Ray cluster"
+        if is_ray
+        else f"with {count(len(devices), 'worker')} on {_list(devices)}",
+        size(needed),
     )
     progress = Progress(tokens, raw_bytes_per_token=job.spec.raw_bytes_per_token)
     events = Events(

@@ -188,7 +188,8 @@ class _Dispatcher:
         del self._seats[seat.member]
         self._crew.bury(seat.member)
         self._last_words = reason = f"{seat.name} {how}"
-        logger.error("%s; %d workers go on", reason, len(self._seats))
+        left = len(self._seats)
+        logger.error("%s; %s on", reason, "1 worker goes" if left == 1 else f"{left} workers go")
         if seat.has_joined:
             self._events.on_died(seat.name, how)
         if (task := seat.task) is None:

@@ -8,7 +8,6 @@ from cache_builder.build import explaining_interrupts
 from cache_builder.commit import committed_shards, discard_uncommitted, read_record
 from cache_builder.config import BuildConfig, Forward
 from cache_builder.description import (
-    copy_target_file,
     create_directories,
     describe_capture,
     read_prepared,
@@ -17,26 +16,29 @@ from cache_builder.jobs import capture_shards, make_job
 from cache_builder.lease import require_lease
 from cache_builder.lock import builder_lock
 from cache_builder.plan import Plan
-from cache_builder.projecting import put_projection
 from cache_builder.publication import publish
+from cache_builder.restoration import (
+    restore_copies,
+    restore_description,
+    restore_from_target,
+    restore_manifest,
+)
 from cache_builder.retirement import retired_shards
 from cache_builder.stored_plans import own_plans
 from cache_builder.target import resolve_target, stamp_files
 from cache_builder.tokens import load_template
 from cache_builder.verify import Problem, verify_cache, verify_unpublished
 from cache_builder.worker import Prepared, Task
-from shared.errors import CacheError, CacheNotFoundError
-from shared.files import sha256_file
-from shared.layout import GENERATIONS, MANIFEST, generation_key, record_key
+from shared.errors import CacheError
+from shared.layout import MANIFEST, record_key
 from shared.location import Location
-from shared.manifest import Manifest
-from shared.metadata import read_description, read_manifest
+from shared.metadata import read_description
 from shared.spec import CaptureSpec
-from shared.storage import open_storage, put_json
+from shared.storage import open_storage
 
 logger = logging.getLogger(__name__)
 
-_IRREPLACEABLE = ("description", "manifest", "head", "calibration")
+_IRREPLACEABLE = ("description", "manifest")
 """A manifest that could be put back was, before these are asked for."""
 
 
@@ -44,8 +46,8 @@ def repair(config: BuildConfig, *, drop_lost: bool = False) -> list[str]:
     """Make the newest generation whole, and the committed shards that are in none yet.
 
     Manifest and index are made again from the rest of the cache, copies of the target's files from
-    the target. Damaged and missing shards are captured anew, as they were captured before; only
-    then is the target loaded.
+    the target. `cache.json`, head and calibration are made again by the target, and damaged and
+    missing shards captured anew, as they were captured before; only for these is it loaded.
 
     Args:
         drop_lost: let go of damaged shards that cannot be captured here: no plan on disk has
@@ -61,19 +63,29 @@ def repair(config: BuildConfig, *, drop_lost: bool = False) -> list[str]:
         CaptureError: shards could not be captured, or too many samples are unusable.
     """
     path = config.cache.path
-    spec, prepared = read_prepared(path)
+    if not open_storage(path).exists(MANIFEST):
+        read_prepared(path)  # before a lock is put into what is no cache
     with builder_lock(path), explaining_interrupts(path):
+        plans = _open_plans(path)
+        try:
+            spec, prepared = read_prepared(path)
+        except CacheError as error:
+            restore_description(config, plans, error)
+            spec, prepared = read_prepared(path)
         create_directories(path)
-        manifest = _restore_manifest(path)
+        manifest = restore_manifest(path)
         problems = verify_cache(path, deep=True) if manifest is not None else []
         published = set(manifest.records) if manifest is not None else set()
         problems += verify_unpublished(path, spec, committed_shards(path) - published)
         _require_replaceable(problems)
-        _restore_copies(config, problems)
+        restore_copies(config, problems)
+        if restore_from_target(config, spec, prepared, plans, problems):
+            # Without a calibration no shard could be read: what of them is damaged shows now.
+            problems = verify_cache(path, deep=True)
+            problems += verify_unpublished(path, spec, committed_shards(path) - published)
         # What is on its way out needs no repair: it goes with the publication below.
         shards = {problem.shard for problem in problems if problem.shard is not None}
         damaged = sorted(shards - retired_shards(path))
-        plans = _open_plans(path)
         source = _imported_from(path)
         known = {i for plan in plans for i in plan.shard_ids} if source is None else set()
         _drop(path, sorted(set(damaged) - known), source, allowed=drop_lost)
@@ -128,77 +140,10 @@ def _forward(path: Location, spec: CaptureSpec, plan: Plan, shard_id: str) -> Fo
     return plan.forward
 
 
-def _restore_manifest(path: Location) -> Manifest | None:
-    """The newest manifest, put back from the copy of its generation if it is damaged or lost.
-
-    Raises:
-        CacheError: it is damaged and so is every copy.
-    """
-    storage = open_storage(path)
-    try:
-        return read_manifest(storage)
-    except CacheError as error:
-        names = {name.partition(".")[0] for name in storage.names(GENERATIONS)}
-        for generation in sorted(int(n) for n in names if n.isascii() and n.isdigit())[::-1]:
-            with contextlib.suppress(CacheError):
-                manifest = read_manifest(storage, generation)
-                put_json(storage, MANIFEST, manifest.to_dict())
-                logger.warning("%s It was put back from generation %d.", error, generation)
-                return manifest
-        if isinstance(error, CacheNotFoundError):
-            return None
-        raise CacheError(
-            f"{error} No copy of it is left: delete it and build again: what is committed is kept."
-        ) from None
-
-
 def _require_replaceable(problems: Sequence[Problem]) -> None:
     for problem in problems:
         if problem.piece in _IRREPLACEABLE:
             raise CacheError(f"{problem.message} No shard can replace it: build the cache anew.")
-
-
-def _restore_copies(config: BuildConfig, problems: Sequence[Problem]) -> None:
-    """Put back what is a copy of something else: generation manifests, files of the target, the
-    projection."""
-    path = config.cache.path
-    for problem in problems:
-        if problem.piece == "generation":
-            manifest = read_manifest(open_storage(path))
-            put_json(
-                open_storage(path), generation_key(manifest.generation, "json"), manifest.to_dict()
-            )
-            logger.warning("%s It was written again.", problem.message)
-        elif problem.piece == "target":
-            _restore_target_file(config, problem)
-        elif problem.piece == "projection":
-            _restore_projection(config, problem)
-        elif problem.piece in ("plan", "records"):
-            logger.warning("%s", problem.message)
-
-
-def _restore_target_file(config: BuildConfig, problem: Problem) -> None:
-    path, target_path = config.cache.path, resolve_target(config.target)
-    expected = read_description(open_storage(path))["target_files"][problem.name]
-    source = target_path / problem.name
-    if not source.is_file() or sha256_file(source) != expected:
-        raise CacheError(
-            f"{problem.message} {source} is not that file: name the target that the cache was "
-            "built from."
-        )
-    copy_target_file(target_path, path, problem.name)
-    logger.warning("%s It was copied from the target again.", problem.message)
-
-
-def _restore_projection(config: BuildConfig, problem: Problem) -> None:
-    path, source = config.cache.path, config.capture.projection
-    if source is None:
-        raise CacheError(
-            f"{problem.message} Name the file that the cache was built with in capture.projection: "
-            "it is copied from there."
-        )
-    put_projection(path, source, read_prepared(path)[0])
-    logger.warning("%s It was copied from %s again.", problem.message, source)
 
 
 def _open_plans(path: Location) -> list[Plan]:

@@ -183,7 +183,9 @@ def _parse(file: DataFile, number: int, line: bytes) -> Any:
         return json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
     except (ValueError, RecursionError) as error:
         hint = "Fix or delete the line."
-        if number == 1 and line.lstrip().startswith(b"["):
+        if isinstance(error, UnicodeDecodeError):
+            hint = "Write the file as UTF-8, for example by `iconv -f ENCODING -t UTF-8`."
+        elif number == 1 and line.lstrip().startswith(b"["):
             hint = "The file looks like one JSON array: write one object per line instead."
         raise DataError(
             f"{file}:{number}: expected one JSON object per line, found {error}. {hint}"

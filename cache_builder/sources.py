@@ -1,10 +1,14 @@
 """The files of a dataset: those that a source names, in the order in which they are read."""
 
 import json
+import logging
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from shared.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".arrow")
 HUB = "hub:"
@@ -13,6 +17,7 @@ _SAVED = "state.json"
 """In a directory that `datasets` wrote by `save_to_disk`."""
 
 _SAVED_SPLITS = "dataset_dict.json"
+_MAX_NAMED = 8
 _KINDS = ", ".join(f"*{suffix}" for suffix in SUFFIXES)
 
 
@@ -92,13 +97,34 @@ def _in_directory(place: Path) -> list[DataFile]:
         return [
             DataFile(file, str(file), place.resolve().name) for file in _saved_files(place / _SAVED)
         ]
-    files = [file for file in sorted(place.iterdir()) if file.name.endswith(SUFFIXES)]
+    entries = sorted(place.iterdir())
+    files = [file for file in entries if file.name.endswith(SUFFIXES)]
     if not files:
         raise DataError(
             f"{place}: expected one of {_KINDS} in this directory, found none. Name the files, "
             "or write the dataset as JSON lines, one conversation per line."
         )
+    others = [
+        f"{entry.name}/" if entry.is_dir() else entry.name
+        for entry in entries
+        if not entry.name.startswith(".") and not entry.name.endswith((*SUFFIXES, ".md"))
+    ]
+    if others:
+        _warn_of_others(str(place), tuple(others))
     return [DataFile(file, str(file), file.name.partition(".")[0]) for file in files]
+
+
+@lru_cache(maxsize=64)  # once: a directory is looked through by whoever hashes it and reads it
+def _warn_of_others(place: str, names: tuple[str, ...]) -> None:
+    more = ", ..." * (len(names) > _MAX_NAMED)
+    logger.warning(
+        "%s: %s passed over (%s): of a directory, data are the %s directly in it. Others are "
+        "sources of their own.",
+        place,
+        "1 entry is" if len(names) == 1 else f"{len(names):,} entries are",
+        ", ".join(names[:_MAX_NAMED]) + more,
+        _KINDS,
+    )
 
 
 def _saved_files(state: Path) -> list[Path]:

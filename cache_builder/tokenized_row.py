@@ -98,7 +98,8 @@ def _ids_and_mask(
         case PlainText():
             tokens = Drop(
                 DropReason.MASK_NOT_PROVABLE,
-                "plain text does not show what the target would generate",
+                "plain text does not show what the target would generate; "
+                "data.supervise_text = true takes every token of it for that",
             )
         case Pretokenized():
             template.require_arguments(record.template_arguments)

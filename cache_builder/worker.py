@@ -86,23 +86,31 @@ class Worker:
 
     def prepare(self) -> Prepared:
         """Write the frozen head, and learn the channels if the codec needs them."""
-        job = self._job
-        head = self._target.head(self._plan.sample(0).token_ids).to_bytes()
-        open_storage(job.cache).put(HEAD, head)
-        codec = job.spec.build_codec()
-        name = None
-        if codec.needs_calibration:
-            with self._threads(self._plan.forward.threads):
-                states = [
-                    self._rows(self._plan.sample(position).token_ids)
-                    for position in self._plan.calibration_positions(CALIBRATION_TOKENS)
-                ]
-                calibration = codec.calibrate(torch.cat(states))
-            assert calibration is not None
-            data = calibration_to_bytes(calibration.to("cpu"))
-            name = sha256_bytes(data)
-            open_storage(job.cache).put(calibration_key(name), data)
+        storage, head, calibration = open_storage(self._job.cache), self.head(), self.calibration()
+        storage.put(HEAD, head)
+        if calibration is None:
+            return Prepared(sha256_bytes(head), None)
+        name = sha256_bytes(calibration)
+        storage.put(calibration_key(name), calibration)
         return Prepared(sha256_bytes(head), name)
+
+    def head(self) -> bytes:
+        """The frozen head, as a file."""
+        return self._target.head(self._plan.sample(0).token_ids).to_bytes()
+
+    def calibration(self) -> bytes | None:
+        """The channels of the plan's samples, as a file; None for a codec that needs none."""
+        codec = self._job.spec.build_codec()
+        if not codec.needs_calibration:
+            return None
+        with self._threads(self._plan.forward.threads):
+            states = [
+                self._rows(self._plan.sample(position).token_ids)
+                for position in self._plan.calibration_positions(CALIBRATION_TOKENS)
+            ]
+            calibration = codec.calibrate(torch.cat(states))
+        assert calibration is not None
+        return calibration_to_bytes(calibration.to("cpu"))
 
     def _rows(self, token_ids: npt.NDArray[np.int32]) -> Tensor:
         """What would be stored of one sample, bfloat16 [T, L, width]."""

@@ -22,7 +22,8 @@ T = TypeVar("T")
 
 _PAUSES = (0.5, 2.0, 8.0, 30.0)
 """Seconds before each new try of a request that met a fault of the network or the server. Each is
-logged. A store that never answered is not asked again: its address is more likely wrong."""
+logged. A store that cannot be reached and never answered is not asked again: its address is more
+likely wrong."""
 
 _TIMEOUT_SECONDS = 60
 _SLOWEST_BYTES_PER_SECOND = 1_000_000
@@ -30,7 +31,8 @@ _SLOWEST_BYTES_PER_SECOND = 1_000_000
 
 _CONNECT_TIMEOUT = "5s"
 
-_TEMPORARY = re.compile(r"status code: (5\d\d|429|408)|HTTP error")
+_BUSY = re.compile(r"status code: (5\d\d|429|408)")
+_UNREACHED = re.compile(r"HTTP error")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _STATUS = re.compile(r"status code: (\d+[^:\n]*)")
 _OS_MESSAGE = re.compile(r'message: "([^"]+)"|"(dns error)"|(operation timed out)')
@@ -85,7 +87,10 @@ class Bucket:
                 text = str(error)
                 if "InvalidRange" in text or "status code: 416" in text:
                     raise ends_early(where, size, start, 0) from None
-                if pause is None or not (self._seen and _TEMPORARY.search(text)):
+                if _BUSY.search(text):
+                    self._seen.add("answer")
+                is_temporary = self._seen and (_BUSY.search(text) or _UNREACHED.search(text))
+                if pause is None or not is_temporary:
                     raise StorageError(
                         f"{where}: cannot {verb}: {_explain(text, self.url)}"
                     ) from None

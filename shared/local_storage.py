@@ -3,7 +3,7 @@
 import errno
 import os
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -107,8 +107,9 @@ class LocalStorage:
         self.put(key, data)
         return sha256_bytes(data)
 
-    def put_tree(self, directory: Path, key: str) -> None:
+    def put_tree(self, directory: Path, key: str, look: Callable[[], None] = lambda: None) -> None:
         target = self.path(key)
+        look()
         with writing(target):
             try:
                 commit_directory(directory, target)

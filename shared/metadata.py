@@ -173,7 +173,7 @@ def read_description(storage: Storage) -> dict[str, Any]:
     if (stated := fields.get("fingerprint")) != found:
         raise CacheError(
             f"{where}: states fingerprint {str(stated)[:16]}, its 'spec' has {found[:16]}. It was "
-            "changed or damaged after it was written."
+            "changed or damaged after it was written. Run `cache-builder repair`."
         )
     return fields
 

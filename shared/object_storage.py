@@ -7,9 +7,9 @@ Endpoint, region and credentials come from the environment (`AWS_ENDPOINT_URL`, 
 
 import contextlib
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from itertools import pairwise, repeat
 from pathlib import Path
 from typing import Any
 
@@ -132,22 +132,32 @@ class ObjectStorage:
             raise was_replaced(f"{self}/{key}") from None
         return str(done["e_tag"])
 
-    def put_file(self, file: Path, key: str) -> None:
-        """Create or replace `key` by a copy of a file of this machine, however large."""
+    def put_file(self, file: Path, key: str, look: Callable[[], None] = lambda: None) -> None:
+        """Create or replace `key` by a copy of a file of this machine, however large.
+
+        Args:
+            look: called before each part and before they become an object; what it raises ends it.
+        """
         import obstore
 
         path = self._key(key)
-        self._bucket.call(
-            "put", key, lambda: obstore.put(self._store, path, file, chunk_size=_PART_BYTES)
-        )
 
-    def put_tree(self, directory: Path, key: str) -> None:
+        def put() -> None:
+            look()
+            is_small = file.stat().st_size <= _PART_BYTES
+            data = file if is_small else _parts_of(file, look)
+            obstore.put(self._store, path, data, chunk_size=_PART_BYTES)
+
+        self._bucket.call("put", key, put)
+
+    def put_tree(self, directory: Path, key: str, look: Callable[[], None] = lambda: None) -> None:
         files = [path for path in sorted(directory.rglob("*")) if path.is_file()]
         names = [path.relative_to(directory).as_posix() for path in files]
         # Over what is there, not after deleting it: another worker may have put it there.
         others = self.sizes(key).keys() - names
         with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(self.put_file, files, [f"{key}/{name}" for name in names]))
+            list(pool.map(self.put_file, files, [f"{key}/{name}" for name in names], repeat(look)))
+        look()
         self.delete(*(f"{key}/{name}" for name in sorted(others)))
         remove_tree(directory)
 
@@ -213,6 +223,14 @@ class ObjectStorage:
 
     def _key(self, key: str) -> str:
         return "/".join(check_key(self, key))
+
+
+def _parts_of(file: Path, look: Callable[[], None]) -> Iterator[bytes]:
+    with file.open("rb") as data:
+        while part := data.read(_PART_BYTES):
+            look()
+            yield part
+    look()
 
 
 class RemoteObject:

@@ -3,7 +3,7 @@
 Keys are paths inside the cache. What is put is whole or absent, and durable when the call returns.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
@@ -93,8 +93,12 @@ class Storage(Protocol):
             CacheLockedError: it has another one: another writer was there in between.
         """
 
-    def put_tree(self, directory: Path, key: str) -> None:
-        """Move the files of a finished `directory` of this machine under `key`; others there go."""
+    def put_tree(self, directory: Path, key: str, look: Callable[[], None] = lambda: None) -> None:
+        """Move the files of a finished `directory` of this machine under `key`; others there go.
+
+        Args:
+            look: called before whatever changes something there; what it raises ends it.
+        """
 
     def delete(self, *keys: str) -> None:
         """Remove files, those that are there."""

@@ -21,7 +21,7 @@ import pytest
 import zarr
 from click.testing import CliRunner
 
-from cache_builder import lease
+from cache_builder import commit, lease
 from cache_builder.build import build
 from cache_builder.cli import main
 from cache_builder.commit import committed_shards, uncommitted_groups
@@ -523,8 +523,6 @@ def test_a_builder_that_slept_undoes_nothing_of_the_one_that_took_over(
     when: str,
 ) -> None:
     """Suspended within a commit; the other one commits the same shard and publishes meanwhile."""
-    from cache_builder import commit
-
     monkeypatch.setattr(lease, "BEAT_SECONDS", 1000.0)
     monkeypatch.setattr(lease, "LEASE_SECONDS", 0.5)
     monkeypatch.setattr(lease, "_POLL_SECONDS", 0.1)
@@ -546,10 +544,10 @@ def test_a_builder_that_slept_undoes_nothing_of_the_one_that_took_over(
         ):
             sleep()
 
-    def uploaded(self: Any, directory: Path, key: str) -> None:
+    def uploaded(self: Any, directory: Path, key: str, *rest: Any) -> None:
         if len(others) > 1:
             raise StorageError("the sleeper's machine dies")
-        put_tree(self, directory, key)
+        put_tree(self, directory, key, *rest)
         if when == "after its upload":
             sleep()
 
@@ -560,6 +558,69 @@ def test_a_builder_that_slept_undoes_nothing_of_the_one_that_took_over(
     assert others[1:] == [Cache(url).manifest]
     assert digests(url) == undisturbed
     assert verify_cache(url, deep=True) == []
+
+
+@pytest.mark.parametrize("other", ["a builder that took over", "a worker of this one"])
+def test_a_worker_that_slept_in_its_upload_overwrites_nothing(
+    stored: S3Url, url: S3Url, tmp_path: Path, monkeypatch: Any, other: str
+) -> None:
+    """Suspended between two files; its replacement commits the shard with other bytes meanwhile."""
+    shard_id = "0001-00000"
+    group, key = f"{GROUP}/{shard_id}", record_key(shard_id)
+    source, storage = open_storage(stored), open_storage(url)
+    record = Cache(stored).record(shard_id)
+    finished = workspace(url) / WIP / shard_id
+    for name in record.files:
+        (finished / name).parent.mkdir(parents=True, exist_ok=True)
+        (finished / name).write_bytes(source.read(f"{group}/{name}"))
+    theirs = {f"{group}/{name}": b"theirs" for name in record.files}
+    num_puts, put, clock = 0, obstore.put, 0.0
+    monkeypatch.setattr(object_storage, "_THREADS", 1)
+    monkeypatch.setattr(commit, "_now", lambda: clock)
+
+    def sleep_before_the_third(*arguments: Any, **options: Any) -> Any:
+        nonlocal num_puts, clock
+        num_puts += 1
+        answer = put(*arguments, **options)
+        if num_puts == 2:
+            monkeypatch.setattr(obstore, "put", put)
+            clock += 100.0
+            for name, data in {**theirs, key: json.dumps(record.to_dict()).encode()}.items():
+                storage.put(name, data)
+            if other == "a builder that took over":
+                storage.put("builder.lock", b'{"owner": "another", "holder": "another"}')
+        return answer
+
+    with builder_lock(url):
+        monkeypatch.setattr(obstore, "put", sleep_before_the_third)
+        with pytest.raises(CacheError) as refusal:
+            commit.commit_shard(url, record)
+    is_locked = isinstance(refusal.value, CacheLockedError)
+    assert is_locked == (other == "a builder that took over")
+    assert {name: storage.read(name) for name in theirs} == theirs
+
+
+def test_a_worker_whose_lock_is_lost_sends_no_further_part(
+    url: S3Url, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """What an object held before stays, although parts of another were uploaded."""
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "states").write_bytes(bytes((20 << 20) + 5))
+    storage, looks = open_storage(url), 0
+    storage.put("a/states", b"theirs")
+
+    def look() -> None:
+        nonlocal looks
+        looks += 1
+        if looks > 3:
+            raise CacheLockedError("another builder took over")
+
+    with pytest.raises(CacheLockedError, match="another builder took over"):
+        storage.put_tree(tmp_path / "tree", "a", look)
+    assert storage.sizes("a") == {"states": 6}
+    looks = -10
+    storage.put_tree(tmp_path / "tree", "a", look)
+    assert storage.sizes("a") == {"states": (20 << 20) + 5}
 
 
 @pytest.mark.parametrize("key", [MANIFEST, generation_key(2, "index.safetensors")])
@@ -604,6 +665,14 @@ def test_prune_and_merge_in_buckets(
     assert contents(into).keys() == everything.keys()
     assert verify_cache(into, deep=True) == []
     assert merge(into, [url]).num_samples == 0
+    scratch = tmp_path / "scratch"
+    done = CliRunner().invoke(main, ["merge", str(into), str(url), "--scratch", str(scratch)])
+    assert done.exit_code == 0, done.output
+    assert workspace(replace(into, scratch=scratch)).is_dir()
+    with pytest.raises(ConfigError, match="scratch is for caches at s3://"):
+        CliRunner().invoke(
+            main, ["merge", "a", "b", "--scratch", str(scratch)], catch_exceptions=False
+        )
 
 
 def test_faults_of_the_place_are_one_line(
@@ -692,11 +761,7 @@ def test_faults_that_pass_are_tried_again_and_said(
     unsteady: list[int], url: S3Url, caplog: pytest.LogCaptureFixture
 ) -> None:
     storage = open_storage(url)
-    unsteady[:] = [503]
-    with pytest.raises(StorageError, match="503 Service Unavailable, Made"):
-        storage.read("file")  # of a store that never answered: its address may be wrong
-    assert storage.read("file") == b"here"
-    unsteady[:] = [503, 500]
+    unsteady[:] = [503, 500]  # already the first: of many workers that start at once, say
     assert storage.read("file") == b"here"
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2

@@ -65,21 +65,25 @@ def test_every_setting_is_read(package: str, schema: type[Any]) -> None:
 
 
 def test_every_fact_of_an_import_can_be_given() -> None:
-    """But `cache.scratch`: a bucket that is imported into takes the user's cache directory."""
     given: dict[str, Any] = {p.name: None for p in import_command.params if p.name != "help"}
-    given |= {"kind": "specforge", "source": Path("s"), "cache": Path("c"), "target": "t"}
+    given |= {"kind": "specforge", "source": Path("s"), "cache": S3Url("caches"), "target": "t"}
+    given |= {"scratch": Path("/x")}
     given |= {"keep_last": True, "skip_mismatched": True, "no_recapture": False}
-    given |= {"states": Path("h"), "tag": "g", "same_as": Path("o"), "dtype": "float32"}
+    given |= {"states": Path("h"), "tag": "g", "same_as": S3Url("other"), "dtype": "float32"}
     given |= {"revision": "main", "codec": "small", "layer_ids": "1", "layer_numbering": "block"}
     given |= {"last_hidden": "before-norm", "num_samples": 3, "tolerance": 0.5, "seed": 4}
     given |= {"max_quarantined_fraction": 0.5, "shard_mib": 1.0, "min_free_gb": 1.0}
     config = read_options(**given)
+    given_sections = (getattr(config, field.name) for field in dataclasses.fields(config))
     unset = {
         f"{type(section).__name__}.{field.name}"
-        for section in (config, config.declared, config.check, config.codec, config.plan)
+        for section in (config, *filter(dataclasses.is_dataclass, given_sections))
+        if not isinstance(section, S3Url)
         for field in dataclasses.fields(section)
         if field.default is not dataclasses.MISSING
         and getattr(section, field.name) == field.default
     }
     assert unset == set()
     assert set(given) == {p.name for p in import_command.params}
+    assert isinstance(config.cache.path, S3Url)
+    assert config.cache.path.scratch == Path("/x")

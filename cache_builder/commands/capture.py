@@ -7,6 +7,7 @@ import click
 
 from cache_builder.config import MAX_WORKERS, BuildConfig, Launcher
 from shared import cli, config, log
+from shared.quantity import count
 
 _workers_option = click.option(
     "--workers",
@@ -112,13 +113,16 @@ def repair(
 ) -> None:
     """Make a damaged cache whole, and change nothing else.
 
-    Index and manifest are made again from what is in the cache. Damaged and missing shards are
-    captured anew, with the batches and threads they were captured with.
+    Index and manifest are made again from what is in the cache, cache.json, head and calibration
+    from the target, if they come out as they were. Damaged and missing shards are captured anew,
+    with the batches and threads they were captured with.
     """
     from cache_builder.repair import repair as repair_cache
 
     repaired = repair_cache(_load(path, overrides, workers, launcher), drop_lost=drop_lost)
-    click.echo(f"{len(repaired)} shards captured anew" + "".join(f"\n  {i}" for i in repaired))
+    click.echo(
+        f"{count(len(repaired), 'shard')} captured anew" + "".join(f"\n  {i}" for i in repaired)
+    )
 
 
 def _load(

@@ -99,13 +99,14 @@ def verify(
         click.echo(problem.message, err=True)
     if problems and all(problem.kind == "differs" for problem in problems):
         raise CacheError(
-            f"{cache}: {len(problems)} problems: what is stored is whole, but the target gives "
-            "other states here. Compare devices and versions of torch and transformers with those "
-            "of the build; if they are the same, build the cache anew."
+            f"{cache}: {count(len(problems), 'problem')}: what is stored is whole, but the target "
+            "gives other states here. Compare devices and versions of torch and transformers with "
+            "those of the build; if they are the same, build the cache anew."
         )
     if problems:
         raise CacheError(
-            f"{cache}: {len(problems)} problems. Run `cache-builder repair` with its configuration."
+            f"{cache}: {count(len(problems), 'problem')}. Run `cache-builder repair` with its "
+            "configuration."
         )
     if not as_json:
         click.echo(f"{cache}: nothing is wrong")

@@ -5,12 +5,18 @@ from typing import Any
 
 import click
 
-from cache_builder.config import BuildConfig
+from cache_builder.config import BuildConfig, CacheConfig
 from cache_builder.importing.config import CheckConfig
 from shared import cli, config
 from shared.location import Location
 
 _CHECK = CheckConfig()
+
+_scratch_option = click.option(
+    "--scratch",
+    type=click.Path(path_type=Path),
+    help="For a cache in a bucket: cache.scratch of a build, with its default.",
+)
 
 
 @click.command()
@@ -38,7 +44,8 @@ def prune(path: Path, overrides: tuple[str, ...], dry_run: bool, ignore_bad_rows
 @click.command()
 @click.argument("into", type=cli.LocationType())
 @click.argument("sources", type=cli.LocationType(), nargs=-1, required=True, metavar="FROM...")
-def merge(into: Location, sources: tuple[Location, ...]) -> None:
+@_scratch_option
+def merge(into: Location, sources: tuple[Location, ...], scratch: Path | None) -> None:
     """Add to the cache INTO the samples of the caches FROM that it does not have.
 
     All must be of one fingerprint: the same target, taps, codec and tokens.
@@ -46,7 +53,9 @@ def merge(into: Location, sources: tuple[Location, ...]) -> None:
     from cache_builder.merge import merge as merge_caches
     from cache_builder.merge import rows
 
-    cli.print_table(rows(merge_caches(into, sources)))
+    given = {"path": str(into)} | ({"scratch": str(scratch)} if scratch is not None else {})
+    place = config.build(CacheConfig, given).path
+    cli.print_table(rows(merge_caches(place, sources)))
 
 
 @click.command("import")
@@ -133,6 +142,7 @@ def merge(into: Location, sources: tuple[Location, ...]) -> None:
     type=cli.FiniteFloat(min=0.0),
     help="Disk space that stays free; as in a build.",
 )
+@_scratch_option
 def import_command(kind: str, source: Path, cache: Location, **options: Any) -> None:
     """Import hidden states that another tool captured into CACHE.
 

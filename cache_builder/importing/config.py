@@ -8,7 +8,7 @@ from cache_builder.config import CacheConfig, CaptureConfig, CodecConfig, PlanCo
 from cache_builder.distance import NOISE
 from shared import config
 from shared.errors import ConfigError
-from shared.location import Location
+from shared.location import Location, S3Url
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +103,7 @@ def read_options(
     last_hidden: str | None,
     keep_last: bool,
     cache: Location,
+    scratch: Path | None,
     codec: str | None,
     min_free_gb: float | None,
     shard_mib: float | None,
@@ -123,7 +124,7 @@ def read_options(
     if no_recapture and given:
         raise ConfigError(f"{given[0]} and --no-recapture exclude each other")
     sections: dict[str, dict[str, Any]] = {
-        "cache": {"path": cache, "min_free_gb": min_free_gb},
+        "cache": {"path": cache, "scratch": scratch, "min_free_gb": min_free_gb},
         "declared": {
             "layer_ids": None if layer_ids is None else _integers(layer_ids),
             "layer_numbering": layer_numbering,
@@ -144,9 +145,9 @@ def read_options(
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:
-    """Without what is not given; paths as text."""
+    """Without what is not given; paths and locations as text."""
     return {
-        key: str(value) if isinstance(value, Path) else value
+        key: str(value) if isinstance(value, Path | S3Url) else value
         for key, value in values.items()
         if value is not None
     }

@@ -145,6 +145,8 @@ def test_text_is_supervised_only_on_request(template: ChatTemplate, tmp_path: Pa
     reader = read(template, path)
     assert len(list(reader)) == 1
     assert counts(reader) == {"mask_not_provable": 1}
+    (example,) = reader.report.dropped[DropReason.MASK_NOT_PROVABLE].examples
+    assert "data.supervise_text" in example
     text = next(iter(read(template, path, supervise_text=True)))
     assert text.loss_mask.tolist() == [0, 1, 1]
 
@@ -342,7 +344,10 @@ def test_json_array_and_wrong_encoding_say_what_to_do(
     with pytest.raises(DataError, match="looks like one JSON array"):
         list(read(template, str(path)))
     path.write_bytes('{"text": "é"}\n'.encode("latin-1"))
-    with pytest.raises(DataError, match=r"x\.jsonl:1: .*utf-8"):
+    with pytest.raises(DataError, match=r"x\.jsonl:1: .*utf-8.*Write the file as UTF-8"):
+        list(read(template, str(path)))
+    path.write_bytes('{"text": "e"}\n'.encode("utf-16"))
+    with pytest.raises(DataError, match=r"x\.jsonl:1: .*utf-8.*Write the file as UTF-8"):
         list(read(template, str(path)))
 
 

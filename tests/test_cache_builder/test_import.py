@@ -24,6 +24,7 @@ from cache_builder.inspect import inspect_cache
 from cache_builder.merge import merge
 from cache_builder.recapture import recapture
 from cache_builder.repair import repair
+from cache_builder.verify import verify_cache
 from shared.cache import Cache
 from shared.errors import (
     CacheError,
@@ -34,6 +35,7 @@ from shared.errors import (
     DataError,
 )
 from shared.layout import DESCRIPTION, MANIFEST
+from shared.location import S3Url
 from shared.shard import GROUP, STATES_OBJECT
 from tests.conftest import Projected, conversations, write_jsonl
 from tests.test_cache_builder.peers import (
@@ -614,6 +616,34 @@ def test_killed_at_any_write_it_goes_on_to_the_same_cache(
         import_states(config(path.name))
         assert contents(path) == expected
         assert_clean(path)
+
+
+def test_into_a_bucket_it_writes_what_it_writes_into_a_directory(
+    written: dict[str, Path],
+    make_import: MakeImport,
+    tiny_target: Path,
+    s3_server: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("obstore")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    expected = import_states(make_import("specforge")).manifest
+    command = ["import", "specforge", str(written["specforge"]), "s3://caches/imported"]
+    command += ["--target", str(tiny_target), "--dtype", "float32", "--codec", "lossless"]
+    command += ["--layer-ids", ",".join(map(str, DECLARED["specforge"].layer_ids))]
+    command += ["--layer-numbering", "block"]
+    command += ["--shard-mib", "1", "--min-free-gb", "0", "--scratch", str(tmp_path / "scratch")]
+    result = CliRunner().invoke(cli.main, command, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    cache = S3Url("caches", "imported")
+    assert Cache(cache).manifest.records == expected.records
+    assert verify_cache(cache, deep=True) == []
+    assert [path.name for path in (tmp_path / "scratch").iterdir()]
+    assert not (tmp_path / "home").exists()
 
 
 def test_its_command(

@@ -260,6 +260,23 @@ def test_a_directory_gives_all_files_of_known_kinds(tmp_path: Path) -> None:
     assert len(read_all(str(tmp_path / "*.parquet"))) == 2
 
 
+def test_what_a_directory_passes_over_is_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Half of the data may be an array in `chats.json`, or a directory below."""
+    write_jsonl(tmp_path / "a.jsonl", conversations(range(3)))
+    (tmp_path / "README.md").write_text("what it is")
+    (tmp_path / ".hidden").write_text("")
+    find_files(str(tmp_path))
+    assert caplog.messages == []
+    (tmp_path / "chats.json").write_text("[]")
+    (tmp_path / "more").mkdir()
+    find_files(str(tmp_path))
+    find_files(str(tmp_path))
+    (line,) = caplog.messages
+    assert f"{tmp_path}: 2 entries are passed over (chats.json, more/): " in line
+
+
 def test_what_datasets_caches_beside_a_saved_dataset_is_not_read(tmp_path: Path) -> None:
     source = write_saved(tmp_path, conversations(range(9)))
     loaded = datasets.load_from_disk(source)

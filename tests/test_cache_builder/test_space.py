@@ -15,7 +15,7 @@ from cache_builder.config import BuildConfig
 from cache_builder.estimate import estimate, rows
 from cache_builder.space import free_bytes, require_fit, require_floor
 from shared.cache import Cache
-from shared.errors import CacheIncompatibleError, OutOfSpaceError
+from shared.errors import CacheIncompatibleError, DraftCacheError, OutOfSpaceError
 from tests.conftest import conversations, write_jsonl
 
 MakeBuild = Callable[..., BuildConfig]
@@ -65,6 +65,24 @@ def test_the_estimate_refuses_what_the_build_would(tiny_build: MakeBuild, tiny_c
     """Samples of a cache of other settings are none that the build has already."""
     with pytest.raises(CacheIncompatibleError, match="built with other settings"):
         estimate(tiny_build(tiny_cache, preset="small"))
+
+
+def test_an_estimate_where_nothing_can_be_written_is_one_line(
+    tiny_build: MakeBuild, small_disk: Path
+) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(DraftCacheError, match=rf"{small_disk}: cannot be written \(Read-only"):
+        estimate(tiny_build(small_disk / "cache"))
+
+
+def test_an_estimate_says_what_it_is_at(
+    tiny_build: MakeBuild, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a CPU it takes a minute and more."""
+    caplog.set_level("INFO")
+    facts = estimate(tiny_build(tmp_path / "cache"))
+    line = f"capturing {facts['sampled_tokens']:,} tokens on cpu, to measure"
+    assert line in caplog.messages
 
 
 def test_what_cannot_fit_is_refused_with_the_numbers(tmp_path: Path) -> None:

@@ -3,19 +3,22 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from cache_builder.build import build
-from cache_builder.config import BuildConfig
+from cache_builder.config import BuildConfig, TargetConfig
 from cache_builder.repair import repair
 from cache_builder.verify import verify_cache
 from shared.cache import Cache
 from shared.errors import CacheError
-from shared.layout import HEAD, MANIFEST, record_key
+from shared.layout import DESCRIPTION, HEAD, MANIFEST, PLANS, record_key
 from shared.shard import GROUP, STATES_OBJECT
 from tests.conftest import conversations, write_jsonl
+from tests.test_cache_builder.stored import tree
 
 MakeBuild = Callable[..., BuildConfig]
 
@@ -98,13 +101,59 @@ def test_a_damaged_shard_without_a_plan_is_named_and_built_again(
     assert verify_cache(copy, deep=True) == []
 
 
-def test_a_damaged_head_is_found_and_cannot_be_repaired(copy: Path, tiny_build: MakeBuild) -> None:
-    flip(copy / HEAD, 5000)
+@pytest.mark.parametrize("is_lost", [False, True], ids=["damaged", "lost"])
+@pytest.mark.parametrize("piece", ["head", "calibration"])
+def test_what_the_target_gives_again_is_put_back_and_nothing_else_is(
+    copy: Path, tiny_build: MakeBuild, piece: str, is_lost: bool
+) -> None:
+    """A bit of one file must not cost a cache: its digest says whether what is made is what was."""
+    (calibration,) = (copy / "calibrations").glob("*.safetensors")
+    file = copy / HEAD if piece == "head" else calibration
+    before = tree(copy)
+    if is_lost:
+        file.unlink()
+    else:
+        flip(file, 1000)
     (problem,) = verify_cache(copy, deep=False)
-    assert problem.shard is None
-    assert HEAD in problem.message
-    with pytest.raises(CacheError, match="build the cache anew"):
-        repair(tiny_build(copy))
+    assert (problem.piece, problem.shard) == (piece, None)
+    assert file.name in problem.message
+    assert repair(tiny_build(copy)) == []
+    assert tree(copy) == before
+
+
+@pytest.mark.parametrize("data", [None, b"{", b'{"format": "draftcache"}'])
+def test_a_description_is_made_again_by_the_configuration_of_its_build(
+    copy: Path, tiny_build: MakeBuild, data: bytes | None
+) -> None:
+    before = tree(copy)
+    (copy / DESCRIPTION).unlink()
+    if data is not None:
+        (copy / DESCRIPTION).write_bytes(data)
+    damaged = tree(copy)
+    with pytest.raises(CacheError, match=r"cache\.json"):
+        build(tiny_build(copy))
+    with pytest.raises(CacheError, match=r"cache\.json.*configuration and target of the build"):
+        repair(tiny_build(copy, max_length=128))
+    assert tree(copy) == damaged
+    assert repair(tiny_build(copy)) == []
+    assert tree(copy) == before
+
+
+@pytest.mark.parametrize("piece", ["head", "calibration"])
+def test_another_target_puts_nothing_back(
+    copy: Path, tiny_build: MakeBuild, tiny_target: Path, tmp_path: Path, piece: str
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tiny_target, other)
+    weights = load_file(other / "model.safetensors")
+    save_file({name: 2 * tensor for name, tensor in weights.items()}, other / "model.safetensors")
+    (calibration,) = (copy / "calibrations").glob("*.safetensors")
+    (copy / HEAD if piece == "head" else calibration).unlink()
+    before = tree(copy)
+    config = replace(tiny_build(copy), target=TargetConfig(path=str(other), dtype="float32"))
+    with pytest.raises(CacheError, match=rf"{other} .*give other bytes.*build the cache anew"):
+        repair(config)
+    assert tree(copy) == before
 
 
 def test_problems_are_plain_json(copy: Path) -> None:
@@ -118,6 +167,7 @@ def test_a_lost_calibration_is_named_and_repair_deletes_nothing(
     copy: Path, tiny_build: MakeBuild
 ) -> None:
     """Every shard needs it and none can be captured without: the cache must survive the attempt."""
+    shutil.rmtree(copy / PLANS)  # of what it was made is not known any more
     (calibration,) = (copy / "calibrations").glob("*.safetensors")
     data = calibration.read_bytes()
     calibration.unlink()
