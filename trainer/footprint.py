@@ -9,7 +9,8 @@ F = L*D, or the rank of a projection   V vocabulary   c bytes of the compute typ
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shared.errors import ConfigError
+from shared.errors import ConfigError, RunError
 from shared.quantity import size
 from trainer.config import TrainConfig
 from trainer.drafter import num_parameters
@@ -240,6 +241,20 @@ def require_memory(footprint: Footprint, device: torch.device) -> None:
             "(activations), loss.anchors_per_chunk (logits), or the drafter's sizes (weights, "
             "moments, gradients)."
         )
+
+
+@contextmanager
+def memory_errors(where: str) -> Iterator[None]:
+    """Raise RunError, with the place and what to do, where a GPU's memory is full."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        reason = str(error).splitlines()[0][:200]
+        raise RunError(
+            f"{where}: the GPU's memory is full ({reason}). Lower anchors.per_forward and run the "
+            "same command again: it goes on from the newest checkpoint. If that is not enough, "
+            "another run needs a lower sampler.tokens_per_batch or a smaller drafter."
+        ) from error
 
 
 class Meter:

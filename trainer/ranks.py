@@ -91,6 +91,8 @@ class Ranks:
     def _together(self) -> Iterator[None]:
         try:
             yield
+        except torch.OutOfMemoryError:
+            raise  # this rank's own fault
         except RuntimeError as error:
             reason = str(error).splitlines()[0][:200]
             raise RunError(

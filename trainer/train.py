@@ -22,7 +22,7 @@ from trainer.checkpoint import SCORED_ON
 from trainer.checkpoint_writer import CheckpointWriter
 from trainer.compiled import compiler_errors
 from trainer.config import TrainConfig
-from trainer.footprint import Meter
+from trainer.footprint import Meter, memory_errors
 from trainer.heldout import evaluate_during, scalars
 from trainer.learner import Learner
 from trainer.loader import Loader, LoaderStats
@@ -307,5 +307,6 @@ def train(
     with (
         Run(config.run.path).locked() if ranks.is_main else nullcontext(),
         compiler_errors(str(config.run.path)),
+        memory_errors(str(config.run.path)),
     ):
         return Training(config, ranks, is_fresh=is_fresh).train()

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from shared import config as configs
-from shared.errors import ConfigError
+from shared.errors import ConfigError, RunError
 from tests.conftest import REPOSITORY
 from tests.test_trainer.test_train import final_weights, metrics
 from trainer import config as training
@@ -326,3 +326,22 @@ def test_shares_that_are_not_equal_are_refused(
     config = tiny_train(tmp_path, tiny_cache, train=step_config(6, batches_per_step=3))
     with pytest.raises(ConfigError, match=r"3 micro-batches.* Set it to a multiple of 2\."):
         Training(config, Ranks(rank=0, size=2))
+
+
+def test_memory_that_is_full_is_not_taken_for_a_rank_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(error: Exception) -> Callable[..., None]:
+        def all_gather_object(*given: Any) -> None:
+            raise error
+
+        return all_gather_object
+
+    ranks = Ranks(rank=1, size=2)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", fail(RuntimeError("closed")))
+    with pytest.raises(RunError, match=r"rank 1 of 2: another rank is gone \(closed\)"):
+        ranks.gather(0)
+    full = torch.OutOfMemoryError("CUDA out of memory")
+    monkeypatch.setattr(torch.distributed, "all_gather_object", fail(full))
+    with pytest.raises(torch.OutOfMemoryError):
+        ranks.gather(0)

@@ -250,6 +250,33 @@ def test_a_batch_that_memory_does_not_hold_ends_the_run_in_one_line_and_can_be_m
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4]
 
 
+def test_memory_that_is_full_in_an_update_is_one_line_and_nothing_half_done_is_saved(
+    tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The moments are made in the first step, when the activations have been held already."""
+    config = tiny_train(tmp_path / "run", tiny_cache, steps=4)
+    config = replace(config, checkpoint=replace(config.checkpoint, every_steps=2))
+    update, calls = torch.optim.AdamW.step, 0
+
+    def run_out(self: torch.optim.AdamW, *given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
+        return update(self, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", run_out)
+        said = (
+            r"run: the GPU's memory is full \(CUDA out of memory\. Tried to allocate 2\.00 GiB\.\)"
+        )
+        with pytest.raises(RunError, match=said):
+            train(config)
+    assert Run(tmp_path / "run").require_checkpoint().step == 2
+    train(config)
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4]
+
+
 def test_killed_at_random_moments_a_run_learns_the_same(
     tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path
 ) -> None:
