@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from cache_builder.config import WorkersConfig
+from shared.cgroup import allowances
 from shared.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -108,7 +109,8 @@ def num_cores() -> int:
 
 
 def available_bytes() -> int | None:
-    """Memory that can be taken without swapping; None where the system does not say."""
+    """Memory that can be taken without swapping, by the machine and by the container or job; None
+    where the system does not say."""
     try:
         lines = _MEMORY.read_text().splitlines()
     except OSError:
@@ -116,5 +118,6 @@ def available_bytes() -> int | None:
     for line in lines:
         name, _, value = line.partition(":")
         if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
+            machine = int(value.split()[0]) * 1024
+            return max(0, min([machine, *(group.free for group in allowances())]))
     return None

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from shared.cgroup import allowances
 from shared.errors import ConfigError, RunError
 from shared.quantity import size
 from trainer.config import TrainConfig
@@ -220,11 +221,12 @@ def _activations(
 
 
 def memory_of(device: torch.device) -> int:
-    """Bytes that `device` has in all."""
+    """Bytes that `device` has in all, or that a container or job may have of it."""
     if device.type == "cuda":
         total: int = torch.cuda.get_device_properties(device).total_memory
         return total
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([machine, *(group.limit for group in allowances())])
 
 
 def require_memory(footprint: Footprint, device: torch.device) -> None:
