@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -70,9 +71,7 @@ def _find_files(path: str) -> list[DataFile]:
     if place.exists():
         files = [place]
     elif any(sign in path for sign in "*?["):
-        root = Path(place.anchor)
-        matches = root.glob(str(place.relative_to(root) if place.is_absolute() else place))
-        files = sorted(file for file in matches if file.is_file())
+        files = _matches(place)
         if not files:
             raise DataError(f"{path}: the pattern matches no file. Check it, quoted, with `ls`.")
     else:
@@ -84,6 +83,20 @@ def _find_files(path: str) -> list[DataFile]:
                 "conversation per line, or as Parquet."
             )
     return [DataFile(file, str(file), file.name.partition(".")[0]) for file in files]
+
+
+def _matches(place: Path) -> list[Path]:
+    """The files of a pattern. `Path.glob` is silent about directories that it may not read."""
+    root = Path(place.anchor)
+    parts = place.relative_to(root).parts
+    for length in range(1, len(parts)):
+        for directory in root.glob(str(Path(*parts[:length]))):
+            if directory.is_dir() and not os.access(directory, os.R_OK | os.X_OK):
+                raise DataError(f"{directory}: cannot be read, and {place} may have files in it.")
+    matches = sorted(root.glob(str(Path(*parts))))
+    if lost := [match for match in matches if not match.exists()]:
+        raise DataError(f"{lost[0]}: a link to {lost[0].readlink()}, which is not there.")
+    return [match for match in matches if match.is_file()]
 
 
 def _in_directory(place: Path) -> list[DataFile]:

@@ -1,6 +1,7 @@
 """Tables and saved datasets give the samples that JSON lines give, or say why not."""
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -425,3 +426,27 @@ def test_a_table_may_have_tag_weight_and_limit(tiny_build: MakeBuild, tmp_path: 
     report = build(replace(config, data=replace(config.data, sources=(source,))))
     assert report.manifest.sources == ("mine",)
     assert report.manifest.totals.num_samples == 11
+
+
+def test_a_pattern_leaves_out_no_directory_and_no_link_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`Path.glob` takes a directory that may not be read for an empty one."""
+    for name in ("a", "b"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        write_jsonl(tmp_path / "data" / name / "x.jsonl", conversations(range(2)))
+    pattern = str(tmp_path / "data" / "*" / "*.jsonl")
+    assert len(find_files(pattern)) == 2
+    monkeypatch.chdir(tmp_path / "data" / "a")
+    assert [file.name for file in find_files("../[ab]/*.jsonl")] == ["../a/x.jsonl", "../b/x.jsonl"]
+    assert len(find_files("../**/x.jsonl")) == 2
+
+    access = os.access
+    with monkeypatch.context() as patch:
+        closed = tmp_path / "data" / "b"
+        patch.setattr(os, "access", lambda path, mode: path != closed and access(path, mode))
+        with pytest.raises(DataError, match=f"{closed}: cannot be read"):
+            find_files(pattern)
+    (tmp_path / "data" / "b" / "y.jsonl").symlink_to("/nowhere/y.jsonl")
+    with pytest.raises(DataError, match=r"y\.jsonl: a link to /nowhere/y\.jsonl"):
+        find_files(pattern)
