@@ -210,7 +210,7 @@ class Sweep:
                 "evaluate.max_samples out of the space, and the cache as it is"
             )
         is_varied = "cache.path" in self.sweep.space
-        if not is_varied and not self._is_as_first(INDEX, evaluation[INDEX]):
+        if not is_varied and not self._is_as_first(INDEX, evaluation.get(INDEX)):
             return (
                 "its cache holds other samples than that of the first trial: a trial that learned "
                 "from more would win by that. Begin another sweep, or leave the cache as it is"
