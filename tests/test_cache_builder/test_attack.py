@@ -217,12 +217,16 @@ HOSTILE = [
 def test_names_of_the_targets_files_stay_in_their_directory(
     copy: Path, tiny_build: MakeBuild, name: str
 ) -> None:
+    """No reader takes them, and a repair writes the names of the target's own files."""
+    before = tree(copy)
     fields = json.loads((copy / DESCRIPTION).read_text())
     fields["target_files"][name] = "0" * 64
     (copy / DESCRIPTION).write_text(json.dumps(fields))
-    for operation in (Cache, inspect_cache, lambda path: repair(tiny_build(path))):
+    for operation in (Cache, inspect_cache):
         with pytest.raises(CacheError, match="'target_files': expected digests by file name"):
             operation(copy)
+    assert repair(tiny_build(copy)) == []
+    assert tree(copy) == before
 
 
 @pytest.mark.parametrize("field", ["calibration", "head_sha256"])
