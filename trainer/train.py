@@ -286,8 +286,8 @@ class Training:
 
     def _check(self, snapshot: Snapshot) -> None:
         where = f"{self.config.run.path}, checkpoint of step {snapshot.step}"
-        self.run.require_same_settings(self.config, snapshot)
         self.session.cache.require_same(snapshot.cache, where)
+        self.run.require_same_settings(self.config, snapshot)
         if snapshot.step < self.config.train.steps:
             self.order.require_same(snapshot.state.get("order"), where)
 
