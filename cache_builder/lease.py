@@ -101,7 +101,9 @@ def _take(storage: Storage, holder: _Holder) -> str:
         try:
             owner, name = _read_holder(storage)
         except ShardCorruptError:
-            continue  # let go meanwhile
+            if storage.version(LEASE) == version:
+                raise
+            continue  # let go meanwhile, or another one's by now
         if owner == holder.owner:
             break  # of a builder of this machine that was killed: its workspace is ours now
         if seen is not None and version != seen:

@@ -20,7 +20,7 @@ from cache_builder.target import resolve_target, stamp_files
 from cache_builder.tokens import load_template
 from cache_builder.verify import Problem
 from cache_builder.worker import Job, Prepared, Worker
-from shared.errors import CacheError, CacheNotFoundError
+from shared.errors import CacheError, CacheIncompatibleError, CacheNotFoundError
 from shared.files import sha256_bytes, sha256_file
 from shared.layout import GENERATIONS, HEAD, MANIFEST, calibration_key, generation_key
 from shared.location import Location
@@ -73,6 +73,7 @@ def restore_manifest(path: Location) -> Manifest | None:
     """The newest manifest, put back from the copy of its generation if it is damaged or lost.
 
     Raises:
+        CacheIncompatibleError: it is of another format version.
         CacheError: it is damaged and so is every copy.
     """
     storage = open_storage(path)
@@ -88,6 +89,8 @@ def restore_manifest(path: Location) -> Manifest | None:
                 return manifest
         if isinstance(error, CacheNotFoundError):
             return None
+        if isinstance(error, CacheIncompatibleError):
+            raise  # every copy says so: it is whole, and of another format version
         raise CacheError(
             f"{error} No copy of it is left: delete it and build again: what is committed is kept."
         ) from None

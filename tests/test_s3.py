@@ -399,6 +399,25 @@ def test_a_lock_that_is_let_go_while_somebody_looks_at_it_is_taken(
         lease.require_lease(url)
 
 
+def test_a_lock_that_is_there_and_cannot_be_read_is_said_to_be(
+    url: S3Url, monkeypatch: Any
+) -> None:
+    """It is not let go: looking at it again and again would take for ever, without a word."""
+    storage = open_storage(url)
+    storage.put(lease.LEASE, b'{"owner": "another", "holder": "another"}')
+    reads: list[str] = []
+
+    def unreadable(self: Any, key: str) -> bytes:
+        reads.append(key)
+        if len(reads) > 3:
+            pytest.fail("it looks at the lock without an end")
+        raise ShardCorruptError(f"{self}/{key}: missing.")
+
+    monkeypatch.setattr(object_storage.ObjectStorage, "read", unreadable)
+    with pytest.raises(ShardCorruptError, match=r"builder\.lock: missing"), builder_lock(url):
+        pass
+
+
 def test_a_builder_that_lost_its_lock_commits_nothing(
     fewer: MakeBuild, url: S3Url, monkeypatch: Any
 ) -> None:

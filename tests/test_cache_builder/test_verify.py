@@ -14,7 +14,7 @@ from cache_builder.config import BuildConfig, TargetConfig
 from cache_builder.repair import repair
 from cache_builder.verify import verify_cache
 from shared.cache import Cache
-from shared.errors import CacheError
+from shared.errors import CacheError, CacheIncompatibleError
 from shared.layout import DESCRIPTION, HEAD, MANIFEST, PLANS, record_key
 from shared.shard import GROUP, STATES_OBJECT
 from tests.conftest import conversations, write_jsonl
@@ -136,6 +136,27 @@ def test_a_description_is_made_again_by_the_configuration_of_its_build(
         repair(tiny_build(copy, max_length=128))
     assert tree(copy) == damaged
     assert repair(tiny_build(copy)) == []
+    assert tree(copy) == before
+
+
+def test_a_cache_of_another_format_version_is_not_repaired(
+    copy: Path, tiny_build: MakeBuild
+) -> None:
+    """It is not damaged. One of its files alone that says so is, and is made again."""
+    before = tree(copy)
+
+    def write_version_3(file: Path) -> None:
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"format_version": 3}))
+
+    for file in (copy / DESCRIPTION, copy / MANIFEST):
+        write_version_3(file)
+        assert repair(tiny_build(copy)) == []
+        assert tree(copy) == before
+    for file in (copy / DESCRIPTION, copy / MANIFEST, *(copy / "generations").glob("*.json")):
+        write_version_3(file)
+    before = tree(copy)
+    with pytest.raises(CacheIncompatibleError, match="format version 3, this version reads 2"):
+        repair(tiny_build(copy))
     assert tree(copy) == before
 
 
