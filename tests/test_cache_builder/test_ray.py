@@ -45,7 +45,7 @@ def environment(s3_server: str, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 @pytest.fixture(scope="module")
-def cluster(environment: None) -> Iterator[Any]:
+def nodes(environment: None) -> Iterator[Any]:
     """Three nodes: a head that has no room for workers, since it must not be killed, and two."""
     from ray.cluster_utils import Cluster
 
@@ -62,6 +62,13 @@ def cluster(environment: None) -> Iterator[Any]:
     finally:
         cluster.shutdown()
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def cluster(nodes: Any) -> Any:
+    """As Ray sees it too: of a node that another test killed, it hears ten seconds later."""
+    nodes.wait_for_nodes(120)
+    return nodes
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +98,58 @@ def local(make: MakeBuild, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     """Digests of the records that one process of this machine makes."""
     path = tmp_path_factory.mktemp("caches") / "local"
     return build(make(path, WorkersConfig(devices="cpu", num_workers=1))).manifest.records
+
+
+def test_a_bucket_is_filled_from_a_workspace_of_the_nodes_own(
+    cluster: Any,
+    make: MakeBuild,
+    local: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its copy of the target has other times and inodes: its content is compared."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(builder, "stamp_files", lambda path: {})
+    url = S3Url("caches", "by/ray")
+    report = build(make(url, replace(RAY, num_workers=1)))
+    assert report.manifest.records == local
+    own = workspace(url) / "workers" / os.uname().nodename
+    assert [path.name for path in own.iterdir()] == ["0.lock"]
+    (line,) = [text for text in caplog.messages if "cpu): hashing" in text]
+    assert line.startswith(f"worker 0 ({os.uname().nodename} cpu): hashing 1 weight file")
+
+
+def test_a_worker_that_does_not_see_the_cache_names_its_node(
+    cluster: Any, make: MakeBuild, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from contextlib import contextmanager
+
+    @contextmanager
+    def another(cache: Location) -> Iterator[str]:
+        yield "builder.another"
+
+    monkeypatch.setattr(ray_cluster, "beacon", another)
+    with pytest.raises(CacheError, match=rf"node {os.uname().nodename}: .* not the builder's dir"):
+        build(make(tmp_path / "cache", replace(RAY, num_workers=1)))
+    assert committed_shards(tmp_path / "cache") == set()
+
+
+def test_more_is_asked_for_than_the_cluster_has(
+    cluster: Any, make: MakeBuild, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(**changes: Any) -> str:
+        with pytest.raises(ConfigError) as caught:
+            ray_cluster.require_cluster(replace(RAY, **changes))
+        return str(caught.value)
+
+    assert "holds a worker of 5 CPU" in refused(threads=5)
+    message = refused(devices="auto", devices_per_worker=2)
+    assert "expected GPUs, the Ray cluster has none to give" in message
+    ray_cluster.require_cluster(replace(RAY, num_workers=9))
+    assert "workers.num_workers = 9, but the Ray cluster holds" in caplog.text
+    facts = estimate(make(tmp_path / "cache"))
+    assert set(facts["devices"]) == {"cpu"}
+    assert len(facts["devices"]) == len(cluster.list_all_nodes()) - 1
 
 
 @pytest.mark.slow
@@ -146,58 +205,6 @@ def kill_node_of(cluster: Any, actor: Any) -> None:
     (node,) = [n for n in cluster.list_all_nodes() if n.node_id == state["Address"]["NodeID"]]
     os.kill(state["Pid"], signal.SIGKILL)
     cluster.remove_node(node, allow_graceful=False)
-
-
-def test_a_bucket_is_filled_from_a_workspace_of_the_nodes_own(
-    cluster: Any,
-    make: MakeBuild,
-    local: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Its copy of the target has other times and inodes: its content is compared."""
-    caplog.set_level("INFO")
-    monkeypatch.setattr(builder, "stamp_files", lambda path: {})
-    url = S3Url("caches", "by/ray")
-    report = build(make(url, replace(RAY, num_workers=1)))
-    assert report.manifest.records == local
-    own = workspace(url) / "workers" / os.uname().nodename
-    assert [path.name for path in own.iterdir()] == ["0.lock"]
-    (line,) = [text for text in caplog.messages if "cpu): hashing" in text]
-    assert line.startswith(f"worker 0 ({os.uname().nodename} cpu): hashing 1 weight file")
-
-
-def test_a_worker_that_does_not_see_the_cache_names_its_node(
-    cluster: Any, make: MakeBuild, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from contextlib import contextmanager
-
-    @contextmanager
-    def another(cache: Location) -> Iterator[str]:
-        yield "builder.another"
-
-    monkeypatch.setattr(ray_cluster, "beacon", another)
-    with pytest.raises(CacheError, match=rf"node {os.uname().nodename}: .* not the builder's dir"):
-        build(make(tmp_path / "cache", replace(RAY, num_workers=1)))
-    assert committed_shards(tmp_path / "cache") == set()
-
-
-def test_more_is_asked_for_than_the_cluster_has(
-    cluster: Any, make: MakeBuild, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refused(**changes: Any) -> str:
-        with pytest.raises(ConfigError) as caught:
-            ray_cluster.require_cluster(replace(RAY, **changes))
-        return str(caught.value)
-
-    assert "holds a worker of 5 CPU" in refused(threads=5)
-    message = refused(devices="auto", devices_per_worker=2)
-    assert "expected GPUs, the Ray cluster has none to give" in message
-    ray_cluster.require_cluster(replace(RAY, num_workers=9))
-    assert "workers.num_workers = 9, but the Ray cluster holds" in caplog.text
-    facts = estimate(make(tmp_path / "cache"))
-    assert set(facts["devices"]) == {"cpu"}
-    assert len(facts["devices"]) == len(cluster.list_all_nodes()) - 1
 
 
 @pytest.mark.parametrize(
