@@ -1,13 +1,12 @@
 """Which devices the workers of a build get, and how many workers that makes."""
 
 import logging
-import os
 from pathlib import Path
 
 import torch
 
 from cache_builder.config import WorkersConfig
-from shared.cgroup import allowances
+from shared.cgroup import allowances, num_cores
 from shared.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -99,13 +98,6 @@ def cpu_worker_bytes(target_path: Path) -> int:
     """Memory that one worker on a CPU takes, about."""
     weights = sum(file.stat().st_size for file in target_path.glob("*.safetensors"))
     return int(weights * _HEADROOM + _WORKER_BYTES)
-
-
-def num_cores() -> int:
-    """CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def available_bytes() -> int | None:

@@ -14,9 +14,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
-from cache_builder.devices import num_cores
 from cache_builder.template import ChatTemplate
 from cache_builder.tokenized_row import RowOutcome, RowRules, tokenize_row
+from shared.cgroup import num_cores
 from shared.errors import CaptureError
 
 logger = logging.getLogger(__name__)

@@ -246,17 +246,13 @@ def require_memory(footprint: Footprint, device: torch.device) -> None:
 
 
 @contextmanager
-def memory_errors(where: str) -> Iterator[None]:
+def memory_errors(where: str, advice: str) -> Iterator[None]:
     """Raise RunError, with the place and what to do, where a GPU's memory is full."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         reason = str(error).splitlines()[0][:200]
-        raise RunError(
-            f"{where}: the GPU's memory is full ({reason}). Lower anchors.per_forward and run the "
-            "same command again: it goes on from the newest checkpoint. If that is not enough, "
-            "another run needs a lower sampler.tokens_per_batch or a smaller drafter."
-        ) from error
+        raise RunError(f"{where}: the GPU's memory is full ({reason}). {advice}") from error
 
 
 class Meter:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shared.cgroup import num_cores
 from shared.errors import ConfigError, NonFiniteError
 from shared.head import Head
 from shared.quantity import count
@@ -147,10 +148,14 @@ def pick_device(name: str, local_rank: int = 0, *, setting: str = "train.device"
 
 
 def enter_device(device: torch.device) -> None:
-    """Make a GPU the one that is meant where none is named, and begin to use it.
+    """Begin to use a device.
 
-    Kernels of Triton and functions of `torch.cuda` mean the first one otherwise.
+    A GPU becomes the one that is meant where none is named: kernels of Triton and functions of
+    `torch.cuda` mean the first one otherwise. A CPU gets no more threads than a container or job
+    has cores: torch counts those of the machine.
     """
+    if device.type == "cpu" and torch.get_num_threads() > num_cores():
+        torch.set_num_threads(num_cores())
     if device.type == "cuda":
         torch.cuda.init()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         torch.cuda.set_device(device)

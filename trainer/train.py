@@ -38,6 +38,12 @@ from trainer.warm_start import WarmStart
 
 logger = logging.getLogger(__name__)
 
+_WHEN_FULL = (
+    "Lower anchors.per_forward and run the same command again: it goes on from the newest "
+    "checkpoint. If that is not enough, another run needs a lower sampler.tokens_per_batch or a "
+    "smaller drafter."
+)
+
 
 class Training:
     """One run, from its newest checkpoint to its last step."""
@@ -307,6 +313,6 @@ def train(
     with (
         Run(config.run.path).locked() if ranks.is_main else nullcontext(),
         compiler_errors(str(config.run.path)),
-        memory_errors(str(config.run.path)),
+        memory_errors(str(config.run.path), _WHEN_FULL),
     ):
         return Training(config, ranks, is_fresh=is_fresh).train()

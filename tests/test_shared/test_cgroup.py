@@ -1,14 +1,15 @@
-"""What a container or a job leaves of the memory of its machine."""
+"""What a container or a job leaves of the memory and cores of its machine."""
 
 from pathlib import Path
 
 import pytest
+import torch
 
 from cache_builder import devices
 from shared import cgroup
-from shared.cgroup import Allowance, allowances
+from shared.cgroup import Allowance, allowances, num_cores
 from trainer.footprint import memory_of
-from trainer.session import pick_device
+from trainer.session import enter_device, pick_device
 
 GB = 10**9
 
@@ -77,3 +78,54 @@ def test_workers_and_runs_are_measured_by_the_smallest(
     put(groups, version_2(2**60))
     assert memory_of(pick_device("cpu")) == machine
     assert devices.available_bytes() > 12345  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "expected"),
+    [
+        pytest.param(
+            "0::/job/step\n",
+            {"job/step": {"cpu.max": "max 100000"}, "job": {"cpu.max": "250000 100000"}},
+            2,
+            id="version-2",
+        ),
+        pytest.param(
+            "4:cpu,cpuacct:/job\n0::/\n",
+            {"cpu/job": {"cpu.cfs_quota_us": 300000, "cpu.cfs_period_us": 100000}}
+            | {"cpu": {"cpu.cfs_quota_us": -1, "cpu.cfs_period_us": 100000}},
+            3,
+            id="version-1",
+        ),
+        pytest.param("0::/\n", {".": {"cpu.max": "max 100000"}}, 16, id="no-limit"),
+        pytest.param("0::/\n", {}, 16, id="no-file"),
+    ],
+)
+def test_share_of_cores(
+    groups: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    own: str,
+    files: dict[str, dict[str, object]],
+    expected: int,
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(16)), raising=False)
+    (groups / "own").write_text(own)
+    for group, content in files.items():
+        put(groups / group, content)
+    assert num_cores() == expected
+
+
+@pytest.mark.parametrize(("quota", "expected"), [(50, 1), (290, 2), (6400, 3)])
+def test_a_cpu_gets_no_more_threads_than_its_share(
+    groups: Path, monkeypatch: pytest.MonkeyPatch, quota: int, expected: int
+) -> None:
+    """torch counts the cores of the machine, or takes OMP_NUM_THREADS."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(16)), raising=False)
+    (groups / "own").write_text("0::/\n")
+    put(groups, {"cpu.max": f"{quota}000 100000"})
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        enter_device(torch.device("cpu"))
+        assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(before)

@@ -3,11 +3,14 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 
+from shared.errors import RunError
 from shared.shard import StoredSample
 from trainer.anchors import legal_anchors
 from trainer.batch import collate
@@ -137,3 +140,23 @@ def test_another_kind_of_cache_is_refused(
     build(tiny_build(tmp_path / "other", layer_ids=(1, 2)))
     with pytest.raises(CacheIncompatibleError, match="trained from a cache with fingerprint"):
         evaluate_run(Run(trained), cache=tmp_path / "other", max_samples=2)
+
+
+def test_a_full_gpu_is_one_line(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import trainer.decoding.command
+    import trainer.evaluate
+    from trainer.commands.evaluate import evaluate as command
+
+    def full(*given: Any, **named: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
+
+    monkeypatch.setattr(trainer.evaluate, "forward_blocks", full)
+    monkeypatch.setattr(trainer.decoding.command, "enter_device", full)
+    decode = ["--target", "there", "--prompts", str(trained / "config.toml")]
+    for options, advice in (([], "CUDA_VISIBLE_DEVICES"), (decode, "Lower --max-new-tokens")):
+        result = CliRunner().invoke(command, [str(trained), *options])
+        assert isinstance(result.exception, RunError)
+        assert str(result.exception).startswith(
+            f"{trained}: the GPU's memory is full (CUDA out of memory. Tried to allocate 2.00 GiB.)"
+        )
+        assert advice in str(result.exception)

@@ -11,6 +11,15 @@ from shared.location import Location
 from trainer.ranges import COUNT
 from trainer.run import BEST, NEWEST, Run
 
+_WHEN_FULL = (
+    "Nothing of it grows with the samples asked for: free the GPU of other processes, or show "
+    "another one by CUDA_VISIBLE_DEVICES."
+)
+_WHEN_FULL_OF_TARGET = (
+    "Lower --max-new-tokens or --tree-budget, leave out the longest prompts, free the GPU of other "
+    "processes, or take another by --device."
+)
+
 checkpoint_option = click.option(
     "--checkpoint",
     metavar="STEP",
@@ -143,9 +152,11 @@ def evaluate(
         _decode(run, target, as_json, checkpoint=checkpoint, **options)
         return
     from trainer.evaluate import evaluate_run
+    from trainer.footprint import memory_errors
     from trainer.summary import evaluation_rows
 
-    result = evaluate_run(Run(run), cache=cache, max_samples=samples, checkpoint=checkpoint)
+    with memory_errors(str(run), _WHEN_FULL):
+        result = evaluate_run(Run(run), cache=cache, max_samples=samples, checkpoint=checkpoint)
     if as_json:
         cli.print_json(result)
         return
@@ -176,27 +187,29 @@ def _decode(
     from trainer.decoding.command import evaluate_with_target
     from trainer.decoding.evaluation import DecodingConfig
     from trainer.decoding.report import notes, table, table_lines, write_plots
+    from trainer.footprint import memory_errors
     from trainer.page import import_plotly
 
     if plot is not None:
         import_plotly()  # that it is missing must not be found out at the end
-    result = evaluate_with_target(
-        run,
-        target,
-        files=files,
-        sets=sets,
-        limit=limit,
-        template_arguments=dict(map(_template_argument, template_args)),
-        config=DecodingConfig(
-            max_new_tokens=max_new_tokens,
-            tree_budgets=_budgets(budgets),
-            temperature=temperature,
-            seed=seed,
-        ),
-        dtype=dtype,
-        device=device,
-        checkpoint=checkpoint,
-    )
+    with memory_errors(str(run), _WHEN_FULL_OF_TARGET):
+        result = evaluate_with_target(
+            run,
+            target,
+            files=files,
+            sets=sets,
+            limit=limit,
+            template_arguments=dict(map(_template_argument, template_args)),
+            config=DecodingConfig(
+                max_new_tokens=max_new_tokens,
+                tree_budgets=_budgets(budgets),
+                temperature=temperature,
+                seed=seed,
+            ),
+            dtype=dtype,
+            device=device,
+            checkpoint=checkpoint,
+        )
     if as_json:
         cli.print_json(result)
     else:

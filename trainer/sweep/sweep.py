@@ -14,6 +14,7 @@ import optuna
 from optuna.trial import TrialState
 
 from shared import config as configs
+from shared.cgroup import num_cores
 from shared.errors import ConfigError, RunError
 from shared.files import write_bytes, writing
 from trainer.config import TrainConfig
@@ -170,9 +171,7 @@ class Sweep:
         """That of the trials: jobs share the cores, unless somebody shared them already."""
         if self.sweep.jobs == 1:
             return dict(os.environ)
-        has_affinity = hasattr(os, "sched_getaffinity")
-        cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-        return {"OMP_NUM_THREADS": str(max(1, cores // self.sweep.jobs)), **os.environ}
+        return {"OMP_NUM_THREADS": str(max(1, num_cores() // self.sweep.jobs)), **os.environ}
 
     def _look(self, running: _Running) -> None:
         """Take note of what a trial has done since the last time."""
