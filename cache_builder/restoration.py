@@ -22,7 +22,7 @@ from cache_builder.verify import Problem
 from cache_builder.worker import Job, Prepared, Worker
 from shared.errors import CacheError, CacheIncompatibleError, CacheNotFoundError
 from shared.files import sha256_bytes, sha256_file
-from shared.layout import GENERATIONS, HEAD, MANIFEST, calibration_key, generation_key
+from shared.layout import DESCRIPTION, GENERATIONS, HEAD, MANIFEST, calibration_key, generation_key
 from shared.location import Location
 from shared.manifest import Manifest
 from shared.metadata import read_description, read_manifest
@@ -42,27 +42,35 @@ def restore_description(config: BuildConfig, plans: Sequence[Plan], error: Cache
         error: what is wrong with it.
 
     Raises:
-        CacheError: the newest manifest is of another fingerprint, or there is none.
+        CacheError: the newest manifest is of another fingerprint, or there is none, or the states
+            were imported: no other file says as what.
     """
     path = config.cache.path
     manifest = restore_manifest(path)
     if manifest is None or not plans:
         raise error
+    # There is a cache, other than a file that is missing says.
+    what = f"{path}/{DESCRIPTION}: missing." if isinstance(error, CacheNotFoundError) else error
+    if any("imported_from" in plan.description["report"] for plan in plans):
+        raise CacheError(
+            f"{what} Its states were imported, and what was declared of them stands in this file "
+            "alone. Restore it from a copy, or import them again into an empty directory."
+        )
     target_path = resolve_target(config.target)
     stamps = stamp_files(target_path)
     spec = describe_capture(config, target_path, load_template(target_path, config.data))
     if spec.fingerprint != manifest.fingerprint:
         raise CacheError(
-            f"{error} It can be made again by configuration and target of the build alone: "
+            f"{what} It can be made again by configuration and target of the build alone: "
             f"expected fingerprint {manifest.fingerprint[:16]}, these give "
-            f"{spec.fingerprint[:16]}. Correct them; of an imported cache, restore the file."
+            f"{spec.fingerprint[:16]}. Correct them."
         )
     first, _ = read_record(path, spec, min(manifest.records))
     job = make_job(config, plans[0], spec, target_path, stamps)
     head = _worker(config, job).head()
     open_storage(path).put(HEAD, head)
     write_description(job, Prepared(sha256_bytes(head), first.calibration))
-    logger.warning("%s It was made again from configuration and target.", error)
+    logger.warning("%s It was made again from configuration and target.", what)
 
 
 def _worker(config: BuildConfig, job: Job) -> Worker:

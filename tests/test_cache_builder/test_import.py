@@ -579,6 +579,11 @@ def test_declared_equal_to_a_capture_it_can_be_merged_and_repaired(
         import_states(make_import("specforge", same_as=tiny_projected.cache))
     import_states(config := make_import("specforge", same_as=other.cache.path))
     assert Cache(config.cache.path).spec == Cache(other.cache.path).spec
+    shutil.copytree(config.cache.path, lost := tmp_path / "lost")
+    (lost / "cache.json").unlink()
+    with pytest.raises(CacheError, match=r"cache\.json: missing.* Its states were imported"):
+        repair(replace(other, cache=replace(other.cache, path=lost)))
+    assert not (lost / "cache.json").exists()
     with pytest.raises(CacheIncompatibleError, match=r"were captured here.*merge"):
         import_states(replace(config, cache=replace(config.cache, path=other.cache.path)))
     assert merge(other.cache.path, [config.cache.path]).num_samples == NUM_SAMPLES
