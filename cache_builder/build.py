@@ -18,7 +18,7 @@ from cache_builder.projecting import put_projection
 from cache_builder.publication import publish
 from cache_builder.retirement import recorded_shards
 from cache_builder.taps import warn_of_last_block
-from cache_builder.target import resolve_target, stamp_files
+from cache_builder.target_files import resolve_target, stamp_files
 from cache_builder.tokens import load_template
 from cache_builder.worker import Task
 from cache_builder.workspace import workspace

@@ -1,6 +1,5 @@
 """`cache.json` and the skeleton of a cache: what it is a cache of, before anything is in it."""
 
-import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -8,8 +7,8 @@ from typing import Any
 from cache_builder.config import BuildConfig
 from cache_builder.projecting import describe_projection
 from cache_builder.taps import default_layer_ids
-from cache_builder.target import describe_target, hub_revision
 from cache_builder.target_config import load_config
+from cache_builder.target_files import describe_target, hub_revision
 from cache_builder.template import ChatTemplate
 from cache_builder.tokens import TOKENIZER_FILES, describe_tokens
 from cache_builder.worker import Job, Prepared
@@ -36,8 +35,6 @@ from shared.metadata import read_description
 from shared.shard import GROUP
 from shared.spec import CaptureSpec
 from shared.storage import open_storage, put_json
-
-logger = logging.getLogger(__name__)
 
 _TARGET_FILES = (
     "config.json",

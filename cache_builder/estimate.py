@@ -18,7 +18,7 @@ from cache_builder.planning import make_plan, stored_samples
 from cache_builder.projecting import put_projection
 from cache_builder.space import bytes_here, free_bytes
 from cache_builder.taps import warn_of_last_block
-from cache_builder.target import resolve_target, stamp_files
+from cache_builder.target_files import resolve_target, stamp_files
 from cache_builder.tokens import load_template
 from cache_builder.worker import Job, Task, Worker
 from cache_builder.workspace import workspace

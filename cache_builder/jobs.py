@@ -12,7 +12,7 @@ from cache_builder.pool import Events, Outcome, run_inline
 from cache_builder.processes import run_processes
 from cache_builder.progress import Progress
 from cache_builder.space import bytes_here, require_fit
-from cache_builder.target import FileStamps
+from cache_builder.target_files import FileStamps
 from cache_builder.worker import Job, Prepared, Task
 from cache_builder.workspace import workspace
 from shared.errors import CaptureError

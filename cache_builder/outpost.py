@@ -10,7 +10,7 @@ from pathlib import Path
 from cache_builder.lease import lease_owner, lend
 from cache_builder.lock import own_slot, worker_lock
 from cache_builder.stored_plans import fetch_plan
-from cache_builder.target import describe_target, stamp_files
+from cache_builder.target_files import describe_target, stamp_files
 from cache_builder.worker import Job
 from cache_builder.workspace import workspace
 from shared.errors import CacheError, TargetError

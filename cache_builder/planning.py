@@ -17,7 +17,7 @@ from cache_builder.report import MAX_EXAMPLES, UNKNOWN_MODEL, CorpusReport
 from cache_builder.rows import digest_file
 from cache_builder.sources import find_files
 from cache_builder.stored_plans import own_plans, share_plan
-from cache_builder.target import target_name
+from cache_builder.target_files import target_name
 from cache_builder.template import ChatTemplate
 from cache_builder.workspace import workspace
 from shared import config as configs

@@ -8,8 +8,8 @@ import click
 from cache_builder.config import BuildConfig
 from cache_builder.corpus import TokenizedSample
 from cache_builder.planning import describe_writers, open_corpus
-from cache_builder.target import resolve_target
 from cache_builder.target_config import load_config
+from cache_builder.target_files import resolve_target
 from cache_builder.template import ChatTemplate
 from cache_builder.tokens import describe_tokens, load_template
 from shared.quantity import count

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from cache_builder.conversation import THINK_CLOSE, Message, RowRefusedError
 from cache_builder.exchange import Turn
 from cache_builder.generation import Answer, Sampling
-from cache_builder.record import parse_message
+from cache_builder.message import parse_message
 from cache_builder.rendering import message_fields
 from shared.errors import EndpointError
 from shared.files import canonical_json, sha256_bytes

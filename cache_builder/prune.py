@@ -20,7 +20,7 @@ from cache_builder.selection import (
     select,
 )
 from cache_builder.space import bytes_here, require_fit, require_floor
-from cache_builder.target import resolve_target
+from cache_builder.target_files import resolve_target
 from cache_builder.template import ChatTemplate
 from cache_builder.tokens import load_template
 from cache_builder.workspace import workspace

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from cache_builder.config import TargetConfig
 from cache_builder.distance import NOISE, block_distances, is_of_block, nearest_block
-from cache_builder.target import (
-    Target,
+from cache_builder.target import Target
+from cache_builder.target_files import (
     describe_target,
     require_unchanged,
     resolve_target,

@@ -25,7 +25,7 @@ from cache_builder.restoration import (
 )
 from cache_builder.retirement import retired_shards
 from cache_builder.stored_plans import own_plans
-from cache_builder.target import resolve_target, stamp_files
+from cache_builder.target_files import resolve_target, stamp_files
 from cache_builder.tokens import load_template
 from cache_builder.verify import Problem, verify_cache, verify_unpublished
 from cache_builder.worker import Prepared, Task

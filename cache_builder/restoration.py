@@ -16,7 +16,7 @@ from cache_builder.devices import pick_devices
 from cache_builder.jobs import make_job
 from cache_builder.plan import Plan
 from cache_builder.projecting import put_projection
-from cache_builder.target import resolve_target, stamp_files
+from cache_builder.target_files import resolve_target, stamp_files
 from cache_builder.tokens import load_template
 from cache_builder.verify import Problem
 from cache_builder.worker import Job, Prepared, Worker

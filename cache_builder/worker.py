@@ -15,7 +15,8 @@ from cache_builder.config import Forward, TargetConfig
 from cache_builder.crew import Message, Request
 from cache_builder.devices import Devices
 from cache_builder.plan import Plan
-from cache_builder.target import FileStamps, Target, require_unchanged
+from cache_builder.target import Target
+from cache_builder.target_files import FileStamps, require_unchanged
 from shared.files import sha256_bytes
 from shared.layout import HEAD, calibration_key
 from shared.location import Location

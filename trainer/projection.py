@@ -6,7 +6,6 @@ hundred times louder than the rest, and in the states' own units would be all th
 D hidden size   F values of all tapped blocks   R rank   T tokens
 """
 
-import logging
 import math
 from dataclasses import dataclass
 
@@ -20,8 +19,6 @@ from shared.projection import Projection, Provenance
 from trainer.caches import Caches, generations_of
 from trainer.run import Run
 from trainer.session import Session
-
-logger = logging.getLogger(__name__)
 
 _DEPENDENT = 1e-10
 """Share of the largest eigenvalue below which rows count as linearly dependent."""

@@ -2,7 +2,6 @@
 
 import dataclasses
 import fcntl
-import logging
 import os
 import re
 from collections.abc import Iterator
@@ -17,8 +16,6 @@ from trainer import checkpoint as checkpoints
 from trainer.config import TrainConfig
 from trainer.snapshot import Snapshot
 from trainer.tracking import finite
-
-logger = logging.getLogger(__name__)
 
 _CONFIG = "config.json"
 _EVALUATIONS = "evaluations"

@@ -177,8 +177,8 @@ def regenerate(
     from cache_builder.protocol import EndpointConfig
     from cache_builder.regenerate import Answerer, rows
     from cache_builder.regenerate import regenerate as regenerate_answers
-    from cache_builder.target import describe_target, resolve_target, target_name
     from cache_builder.target_config import load_config
+    from cache_builder.target_files import describe_target, resolve_target, target_name
     from cache_builder.tokens import describe_rendering, end_token_ids, load_template
 
     _require_fitting(context, endpoint, model, temperature)

@@ -29,14 +29,9 @@ from cache_builder.planning import find_plan, stored_samples
 from cache_builder.publication import publish
 from cache_builder.space import bytes_here, require_fit
 from cache_builder.stored_plans import share_plan
-from cache_builder.target import (
-    FileStamps,
-    Target,
-    require_unchanged,
-    resolve_target,
-    stamp_files,
-)
+from cache_builder.target import Target
 from cache_builder.target_config import load_config
+from cache_builder.target_files import FileStamps, require_unchanged, resolve_target, stamp_files
 from cache_builder.worker import CALIBRATION_TOKENS, Job, Prepared
 from cache_builder.workspace import workspace
 from shared.bar import Bar

@@ -1,6 +1,5 @@
 """The first pass over a source: every sample is read without its states, and becomes planned."""
 
-import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -28,8 +27,6 @@ from shared.errors import DataError
 from shared.layout import PLANS
 from shared.location import Location
 from shared.spec import CaptureSpec
-
-logger = logging.getLogger(__name__)
 
 _FORWARD = Forward(CaptureConfig().batch_tokens, WorkersConfig().threads)
 """A plan must say how its shards are captured. Nothing here is, unless a repair does it after a

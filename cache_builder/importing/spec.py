@@ -7,8 +7,8 @@ from typing import Any
 from cache_builder.config import DataConfig, TargetConfig
 from cache_builder.importing.config import ImportConfig
 from cache_builder.importing.slots import Slots
-from cache_builder.target import describe_target
 from cache_builder.target_config import load_config
+from cache_builder.target_files import describe_target
 from cache_builder.tokens import describe_tokens, load_template
 from shared.cache import Cache
 from shared.chunk import check_chunk_bytes

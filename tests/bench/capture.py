@@ -21,7 +21,7 @@ from cache_builder.config import BuildConfig
 from cache_builder.description import create_directories, describe_capture
 from cache_builder.plan import PlannedSample
 from cache_builder.planning import make_plan
-from cache_builder.target import resolve_target, stamp_files
+from cache_builder.target_files import resolve_target, stamp_files
 from cache_builder.tokens import load_template
 from cache_builder.worker import Job, Prepared, Task, Worker
 from shared.config import load

@@ -20,7 +20,8 @@ from tqdm import tqdm
 from cache_builder.config import BuildConfig
 from cache_builder.corpus import read_corpus
 from cache_builder.taps import default_layer_ids
-from cache_builder.target import Target, describe_target
+from cache_builder.target import Target
+from cache_builder.target_files import describe_target
 from cache_builder.tokens import load_template
 from shared.config import load
 from shared.files import canonical_json, sha256_bytes, sha256_file

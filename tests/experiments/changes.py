@@ -20,7 +20,8 @@ import trainer.learner
 import trainer.loader
 import trainer.sampler
 from cache_builder.config import TargetConfig
-from cache_builder.target import Target, describe_target
+from cache_builder.target import Target
+from cache_builder.target_files import describe_target
 from shared.codec import Packed
 from shared.shard import StoredSample
 from tests.experiments.projections import PILOT

@@ -10,7 +10,7 @@ from typing import Any
 
 from cache_builder.batches import Generator
 from cache_builder.generation import Answer, Sampling
-from cache_builder.record import parse_message
+from cache_builder.message import parse_message
 from cache_builder.template import ChatTemplate
 
 MODEL = "tiny"

@@ -20,7 +20,8 @@ from torch import Tensor
 from cache_builder.build import build as build_cache
 from cache_builder.config import BuildConfig, TargetConfig
 from cache_builder.readout import TOLERANCE
-from cache_builder.target import Target, describe_target
+from cache_builder.target import Target
+from cache_builder.target_files import describe_target
 from shared.cache import Cache
 from shared.errors import TargetError
 from tests.conftest import REPOSITORY, write_jsonl

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cache_builder.config import TargetConfig
 from cache_builder.gguf import convert_gguf
-from cache_builder.target import describe_target
+from cache_builder.target_files import describe_target
 from shared.errors import TargetError
 from tests.test_cache_builder.stored import Killer, tree
 

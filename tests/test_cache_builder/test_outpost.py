@@ -14,7 +14,7 @@ from cache_builder.config import BuildConfig
 from cache_builder.jobs import make_job
 from cache_builder.lock import own_slot
 from cache_builder.outpost import beacon, outpost
-from cache_builder.target import stamp_files
+from cache_builder.target_files import stamp_files
 from cache_builder.verify import verify_cache
 from cache_builder.worker import Job
 from shared.cache import Cache

@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from cache_builder.config import TargetConfig
-from cache_builder.target import Target, describe_target
+from cache_builder.target import Target
+from cache_builder.target_files import describe_target
 from tests.test_cache_builder.models import Architecture, build
 from tests.test_cache_builder.test_target import ids
 

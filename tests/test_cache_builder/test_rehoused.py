@@ -21,7 +21,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from cache_builder.config import DataConfig, SourceConfig, TargetConfig
 from cache_builder.corpus import read_corpus
-from cache_builder.target import Target, describe_target
+from cache_builder.target import Target
+from cache_builder.target_files import describe_target
 from cache_builder.tokens import load_template
 from shared.head import Head
 from tests.conftest import DEMO_DATA

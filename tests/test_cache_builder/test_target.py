@@ -20,7 +20,8 @@ from cache_builder.build import build
 from cache_builder.config import TargetConfig
 from cache_builder.quality import find_fault
 from cache_builder.taps import default_layer_ids
-from cache_builder.target import Target, describe_target, load_model, resolve_target
+from cache_builder.target import Target, load_model
+from cache_builder.target_files import describe_target, resolve_target
 from shared.cache import Cache
 from shared.decoder import Decoder
 from shared.errors import CacheIncompatibleError, TargetError

@@ -9,8 +9,8 @@ import pytest
 
 from cache_builder.config import DataConfig, TargetConfig
 from cache_builder.gguf import RECORD
-from cache_builder.target import describe_target
 from cache_builder.target_config import load_config
+from cache_builder.target_files import describe_target
 from cache_builder.tokens import describe_tokens, load_template
 from shared.errors import TargetError
 from shared.spec import TargetSpec
