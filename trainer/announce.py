@@ -11,6 +11,7 @@ from shared.quantity import size
 from trainer.footprint import Footprint, estimate, largest_batch, memory_of, require_memory
 from trainer.optim import describe
 from trainer.order import OrderReport, order_report
+from trainer.precision import has_bfloat16_units
 from trainer.ranks import Ranks
 from trainer.sampler import epoch_batches
 from trainer.session import Session
@@ -72,6 +73,12 @@ def announce(
     config, spec, split = session.config, session.cache.spec, session.split
     for key, value in configs.flatten(configs.to_dict(config)).items():
         logger.info("%s = %s", key, value)
+    if config.train.compute_dtype == "bfloat16" and not has_bfloat16_units(session.device):
+        logger.warning(
+            "train.compute_dtype = bfloat16: %s has no units for it, in float32 a step is several "
+            "times as fast. 'auto' takes what is faster.",
+            session.device,
+        )
     if config.loss.kind != "dpace":
         logger.info("gamma in force: %g", config.loss.resolve_gamma(config.drafter.block_size))
     if session.with_liger:

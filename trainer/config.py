@@ -110,8 +110,10 @@ class StepConfig:
     device: str = "auto"
     """`auto` takes cuda if there is one, else cpu."""
 
-    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type of the matrix products; weights and moments stay float32."""
+    compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Type of the matrix products; weights and moments stay float32. `auto` takes bfloat16 where
+    the device has units for it (CPUs with AVX512-BF16 or AMX, GPUs from Ampere on), else float32;
+    the run keeps what it took."""
 
     compile: bool = False
     """Compile the drafter's layers, which takes a minute at the start. Meant for a GPU, where it

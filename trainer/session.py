@@ -21,6 +21,7 @@ from trainer.config import TrainConfig
 from trainer.drafter import Drafter, num_parameters
 from trainer.index import Split, split_samples
 from trainer.liger import is_used
+from trainer.precision import with_compute_dtype
 from trainer.recipe import DrafterConfig, LossConfig
 
 _RMS_SAMPLES = 32
@@ -63,6 +64,7 @@ class Session:
         """
         device = pick_device(config.train.device, local_rank)
         enter_device(device)
+        config = with_compute_dtype(config, device)
         cache = Caches(
             config.cache.paths,
             generations=generations,

@@ -27,6 +27,7 @@ from trainer.heldout import evaluate_during, scalars
 from trainer.learner import Learner
 from trainer.loader import Loader, LoaderStats
 from trainer.pauses import Pauses
+from trainer.precision import with_compute_dtype
 from trainer.queue_trend import QueueTrend
 from trainer.ranks import ALONE, Ranks
 from trainer.run import HELDOUT, Run
@@ -56,7 +57,9 @@ class Training:
         Args:
             is_fresh: begin anew. What the run has is deleted when nothing is left to be refused.
         """
-        self.config = config
+        device = pick_device(config.train.device, ranks.local_rank)
+        enter_device(device)
+        self.config = config = with_compute_dtype(config, device)
         self.ranks = ranks
         ranks.require_shares(config.train.batches_per_step)
         self.run = Run(config.run.path)
@@ -65,8 +68,6 @@ class Training:
             self.run.require_outside(config.train.init_from)
         snapshot = None if is_fresh else self.run.newest_checkpoint()
         generations = None if snapshot is None else generations_of(snapshot.cache)
-        device = pick_device(config.train.device, ranks.local_rank)
-        enter_device(device)
         self.meter = Meter(device)
         self.session = Session.open(config, generations=generations, local_rank=ranks.local_rank)
         self.order, self.footprint = measure_order(

@@ -80,7 +80,9 @@ def large_shapes() -> list[GpuShape]:
 def _shape(name: str, is_compiled: bool, *, hidden_size: int, vocab_size: int) -> GpuShape:
     path = REPOSITORY / Path(f"trainer/configs/{name}.toml")
     config = configs.load(TrainConfig, path, ())
-    config = replace(config, train=replace(config.train, compile=is_compiled))
+    config = replace(
+        config, train=replace(config.train, compile=is_compiled, compute_dtype="bfloat16")
+    )
     return GpuShape(name=name, config=config, hidden_size=hidden_size, vocab_size=vocab_size)
 
 
