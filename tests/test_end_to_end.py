@@ -108,7 +108,7 @@ def cache(
     ]
     build(
         BuildConfig(
-            cache=CacheConfig(path=directory / "cache"),
+            cache=CacheConfig(path=directory / "cache", min_free_gb=0),
             target=TargetConfig(path=str(target_dir), dtype="float32"),
             data=DataConfig(
                 sources=(str(write_jsonl(directory / "answers.jsonl", rows)),), max_length=512
