@@ -142,7 +142,7 @@ def run(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
             ),
             anchors=training.AnchorConfig(per_sample=16),
             optimizer=training.OptimizerConfig(lr=2e-3),
-            train=training.StepConfig(steps=80, device="cpu"),
+            train=training.StepConfig(steps=80, device="cpu", compute_dtype="float32"),
             evaluate=training.EvaluateConfig(every_steps=0, tree_budgets=(8,)),
             checkpoint=training.CheckpointConfig(every_steps=1000),
         )

@@ -42,6 +42,7 @@ def environment(s3_server: str, tmp_path_factory: pytest.TempPathFactory) -> Ite
         patch.setenv("RAY_worker_niceness", "0")  # 15 by default, and the machine may be busy
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else Ray warns of its change
         patch.setenv("RAY_memory_monitor_refresh_ms", "0")  # it kills workers where others take all
+        patch.setenv("RAY_gcs_server_port_wait_time_s", "300")
         yield
 
 
@@ -56,7 +57,7 @@ def nodes(environment: None) -> Iterator[Any]:
     try:
         for _ in range(2):
             cluster.add_node(wait=False, num_cpus=1, **node)
-        cluster.wait_for_nodes(120)
+        cluster.wait_for_nodes(600)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("RAY_ADDRESS", cluster.address)
             yield cluster
@@ -68,7 +69,7 @@ def nodes(environment: None) -> Iterator[Any]:
 @pytest.fixture
 def cluster(nodes: Any) -> Any:
     """As Ray sees it too: of a node that another test killed, it hears ten seconds later."""
-    nodes.wait_for_nodes(120)
+    nodes.wait_for_nodes(600)
     return nodes
 
 
