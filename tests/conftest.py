@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: see the Makefile
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -40,6 +41,17 @@ from trainer.train import train
 
 # A shell starts background jobs with SIGINT ignored, and what they start inherits it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Every server of the tests is on loopback.
+for _name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+    del os.environ[_name]
+
+# How long an example takes says how busy the machine is. Every run has the same ones: others are
+# drawn by `pytest --hypothesis-profile=explore`.
+BUSY = [HealthCheck.too_slow]
+settings.register_profile("explore", deadline=None, suppress_health_check=BUSY)
+settings.register_profile("same", settings.get_profile("explore"), derandomize=True)
+settings.load_profile("same")
 
 REPOSITORY = Path(__file__).parent.parent
 DEMO_DATA = REPOSITORY / "cache_builder" / "data" / "demo.jsonl"
@@ -234,7 +246,7 @@ def tiny_build(tiny_target: Path, tiny_data: Path) -> Callable[..., BuildConfig]
         dtype: Any = "float32",
     ) -> BuildConfig:
         return BuildConfig(
-            cache=CacheConfig(path=cache),
+            cache=CacheConfig(path=cache, min_free_gb=0),
             target=TargetConfig(path=str(tiny_target), dtype=dtype),
             data=DataConfig(sources=tuple(str(path) for path in data), max_length=max_length),
             codec=CodecConfig(preset=preset),

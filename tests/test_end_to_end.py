@@ -108,7 +108,7 @@ def cache(
     ]
     build(
         BuildConfig(
-            cache=CacheConfig(path=directory / "cache"),
+            cache=CacheConfig(path=directory / "cache", min_free_gb=0),
             target=TargetConfig(path=str(target_dir), dtype="float32"),
             data=DataConfig(
                 sources=(str(write_jsonl(directory / "answers.jsonl", rows)),), max_length=512
@@ -142,7 +142,7 @@ def run(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
             ),
             anchors=training.AnchorConfig(per_sample=16),
             optimizer=training.OptimizerConfig(lr=2e-3),
-            train=training.StepConfig(steps=80, device="cpu"),
+            train=training.StepConfig(steps=80, device="cpu", compute_dtype="float32"),
             evaluate=training.EvaluateConfig(every_steps=0, tree_budgets=(8,)),
             checkpoint=training.CheckpointConfig(every_steps=1000),
         )

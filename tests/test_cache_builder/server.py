@@ -69,11 +69,10 @@ class Server:
         """Ends whatever hangs."""
 
         self._lock = threading.Lock()
-        self._port = 0
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._port}/v1"
+        return f"http://127.0.0.1:{self._server.server_address[1]}/v1"
 
     def __enter__(self) -> "Server":
         outer = self
@@ -90,9 +89,7 @@ class Server:
             def log_message(self, *args: object) -> None:
                 pass
 
-        self.released.clear()
-        self._server = _Quiet(("127.0.0.1", self._port), Handler)
-        self._port = self._server.server_address[1]
+        self._server = _Quiet(("127.0.0.1", 0), Handler)
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
         return self
 

@@ -1,5 +1,6 @@
 """What a cache holds, sample by sample, and how to kill a command at one of its writes."""
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -104,7 +105,7 @@ class Killer:
             target=_counted, args=(self._command, arguments, kill_at, self._writes)
         )
         process.start()
-        process.join(120)
+        process.join()
         assert process.exitcode is not None
         return process.exitcode
 
@@ -121,21 +122,23 @@ class Killer:
 def _counted(
     command: Callable[..., object], arguments: tuple[object, ...], kill_at: int, log: Path
 ) -> None:
-    writes: list[str] = []
+    writes: dict[int, str] = {}
+    numbers = itertools.count(1)  # another thread may write between two lines of the hook
 
     def hook(event: str, values: tuple[Any, ...]) -> None:
         is_write = event in _WRITES or (
             event == "open" and isinstance(values[2], int) and bool(values[2] & os.O_ACCMODE)
         )
         if is_write:
-            writes.append(f"{event} {values[0]}")
-            if len(writes) == kill_at:
+            number = next(numbers)
+            writes[number] = f"{event} {values[0]}"
+            if number == kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
     command(*arguments)
-    total = list(writes)
-    log.write_text("\n".join(total))
+    total = dict(writes)
+    log.write_text("\n".join(total[number] for number in sorted(total)))
 
 
 def one_by_one(config: BuildConfig) -> BuildConfig:

@@ -14,7 +14,6 @@ from cache_builder.config import BuildConfig
 from cache_builder.devices import require_devices
 from shared.config import build, to_dict
 from shared.errors import ConfigError
-from tests.test_shared.mutate import steady
 
 SMALLEST: dict[str, Any] = {
     "cache": {"path": "cache"},
@@ -87,7 +86,6 @@ def test_extreme_values_are_used_or_refused_in_one_line(key: str) -> None:
             assert build(BuildConfig, to_dict(config)) == config
 
 
-@steady
 @given(st.sampled_from(KEYS), st.integers() | st.floats() | st.text() | st.lists(st.text()))
 def test_any_value_is_used_or_refused(key: str, value: Any) -> None:
     try:

@@ -20,6 +20,7 @@ from cache_builder.corpus import CorpusReader, TokenizedSample, read_corpus
 from cache_builder.rows import digest_file
 from cache_builder.template import ChatTemplate
 from shared.errors import DataError
+from tests.conftest import BUSY
 
 WORDS = ["<unk>", "<s>", "<end>", "user", "assistant", *"abcdefgh"]
 VOCAB_SIZE = len(WORDS)
@@ -275,7 +276,8 @@ def test_every_bad_row_is_named_and_the_counts_add_up(
 
 
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25,
+    suppress_health_check=[*BUSY, HealthCheck.function_scoped_fixture],
 )
 @given(
     st.lists(

@@ -16,7 +16,7 @@ from shared.index import SampleIndex
 IDS = st.lists(st.binary(min_size=16, max_size=16).map(lambda b: bytes(x % 2 for x in b)))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(ids=IDS, others=IDS)
 def test_it_holds_what_was_added_and_nothing_else(ids: list[bytes], others: list[bytes]) -> None:
     found, expected = IdSet(), set()

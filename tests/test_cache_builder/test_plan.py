@@ -17,7 +17,7 @@ from cache_builder.plan import Plan, find_plans, micro_batches, next_plan_id
 from cache_builder.plan_writer import PlanWriter, cut_shards
 from shared.errors import CacheError
 from shared.files import canonical_json, sha256_bytes, sha256_file, write_json
-from tests.test_shared.mutate import mutated, steady
+from tests.test_shared.mutate import mutated
 
 FORWARD = Forward(batch_tokens=64, threads=1)
 
@@ -43,7 +43,7 @@ def write_plan(plans: Path, lengths: list[int], shard_tokens: int = 100) -> Plan
     return writer.commit(key="k", forward=FORWARD, shard_tokens=shard_tokens, report={})
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     lengths=st.lists(st.integers(1, 300), min_size=1, max_size=80),
     shard_tokens=st.integers(1, 1000),
@@ -72,7 +72,7 @@ def test_shards_do_not_depend_on_the_order_of_the_data() -> None:
     assert np.array_equal(offsets, other_offsets)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     lengths=st.lists(st.integers(1, 300), min_size=1, max_size=80), batch_tokens=st.integers(1, 900)
 )
@@ -166,7 +166,7 @@ def test_no_forged_plan_is_a_traceback(tmp_path: Path) -> None:
     del fields["sha256"]
     arrays = load_file(samples_file)
 
-    @settings(steady, max_examples=150)
+    @settings(max_examples=150)
     @given(st.data())
     def check(data: st.DataObject) -> None:
         changed, forged = dict(arrays), json.loads(json.dumps(fields))

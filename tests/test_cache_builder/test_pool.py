@@ -1,5 +1,6 @@
 """Workers: any number gives the same cache, and none of their deaths loses or repeats a shard."""
 
+import math
 import multiprocessing
 import os
 import signal
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from cache_builder import devices
+from cache_builder import devices, processes
 from cache_builder.build import build
 from cache_builder.commit import committed_shards
 from cache_builder.config import (
@@ -29,13 +30,14 @@ from cache_builder.config import (
 )
 from cache_builder.crew import WorkerDiedError
 from cache_builder.pool import Events, run_crew
-from cache_builder.processes import ProcessCrew, ProcessMember
+from cache_builder.processes import ProcessCrew, ProcessMember, _serve
 from cache_builder.progress import Progress
 from cache_builder.repair import repair
 from cache_builder.target import Target
 from cache_builder.worker import Prepared, Task
 from shared.cache import Cache
 from shared.errors import CaptureError, ConfigError
+from shared.manifest import ShardRecord
 from shared.shard import GROUP, STATES_OBJECT
 from tests.conftest import write_jsonl
 
@@ -225,26 +227,49 @@ def test_a_sample_that_memory_does_not_hold_alone_is_named(
         build(make(tmp_path / "whole"))
 
 
+def _commits_one_shard(*arguments: Any) -> None:
+    """Main function of a worker that gets stuck in the commit of any other."""
+    from cache_builder import capture
+
+    commit = capture.commit_shard
+
+    def get_stuck(cache: Path, record: ShardRecord, *rest: Any, **named: Any) -> ShardRecord:
+        while record.shard_id != "0001-00000":
+            signal.pause()
+        return commit(cache, record, *rest, **named)
+
+    capture.commit_shard = get_stuck
+    _serve(*arguments)
+
+
 @pytest.mark.slow
 def test_when_every_worker_is_killed_the_missing_shards_are_named(
     make: MakeBuild, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGKILL of all, in the middle of their shards."""
-    cache = tmp_path / "cache"
+    cache, heard = tmp_path / "cache", []
+
+    def note(self: Progress, name: str, record: ShardRecord, timing: object) -> None:
+        heard.append(record.shard_id)
 
     def kill_all(self: Progress, name: str, tokens: int) -> None:
-        for child in multiprocessing.active_children():
-            os.kill(child.pid or 0, signal.SIGKILL)
+        if heard:
+            for child in multiprocessing.active_children():
+                os.kill(child.pid or 0, signal.SIGKILL)
 
     with monkeypatch.context() as patch:
+        patch.setattr(processes, "_serve", _commits_one_shard)
+        patch.setattr(Progress, "committed", note)
         patch.setattr(Progress, "advanced", kill_all)
         with pytest.raises(CaptureError) as caught:
             build(make(cache, workers=2))
     report = build(make(cache))
-    missing = report.plan.shard_ids[-report.num_new_shards :]
+    committed, *missing = report.plan.shard_ids
     message = str(caught.value)
+    assert report.num_new_shards == len(missing) > 2
     assert f"{len(missing)} shards" in message
     assert all(shard_id in message for shard_id in missing)
+    assert heard == [committed]
     assert "exit code -9" in message
     assert len(Cache(cache).index) == 48
 
@@ -386,6 +411,7 @@ def test_progress_without_a_terminal_is_a_line_now_and_then(
     from cache_builder import progress as module
 
     caplog.set_level("INFO")
+    monkeypatch.setattr(module, "LINE_SECONDS", math.inf)
     with Progress({"a": 600, "b": 400}, raw_bytes_per_token=1) as progress:
         progress.joined("worker 0 (cpu)")
         progress.joined("worker 1 (cpu)")

@@ -472,6 +472,7 @@ def test_its_command_says_what_goes(make_case: Callable[..., Case], tmp_path: Pa
         f"""
         [cache]
         path = "{case.path}"
+        min_free_gb = 0
         [target]
         path = "{config.target.path}"
         dtype = "float32"

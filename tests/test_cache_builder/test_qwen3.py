@@ -19,7 +19,7 @@ from cache_builder.conversation import Drop, DropReason
 from cache_builder.record import parse_record
 from cache_builder.rendering import message_fields
 from cache_builder.template import ChatTemplate, MaskedTokens
-from tests.conftest import DEMO_DATA, REPOSITORY
+from tests.conftest import BUSY, DEMO_DATA, REPOSITORY
 from tests.test_cache_builder.test_template import parse, supervised
 
 TEMPLATE = Path(__file__).parent / "templates" / "qwen3.jinja"
@@ -310,7 +310,8 @@ TURNS = st.lists(st.tuples(TEXT, TEXT, st.none() | TEXT), min_size=1, max_size=4
 
 
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40,
+    suppress_health_check=[*BUSY, HealthCheck.function_scoped_fixture],
 )
 @given(turns=TURNS)
 def test_every_conversation_is_supervised_where_the_target_wrote(

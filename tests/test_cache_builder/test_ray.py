@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cache_builder import build as builder
-from cache_builder import ray_cluster
+from cache_builder import ray_cluster, ray_crew
 from cache_builder.build import build
 from cache_builder.commit import committed_shards
 from cache_builder.config import BuildConfig, WorkersConfig
@@ -41,6 +41,8 @@ def environment(s3_server: str, tmp_path_factory: pytest.TempPathFactory) -> Ite
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_worker_niceness", "0")  # 15 by default, and the machine may be busy
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else Ray warns of its change
+        patch.setenv("RAY_memory_monitor_refresh_ms", "0")  # it kills workers where others take all
+        patch.setenv("RAY_gcs_server_port_wait_time_s", "300")
         yield
 
 
@@ -50,12 +52,12 @@ def nodes(environment: None) -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     before = signal.getsignal(signal.SIGTERM)  # a node of Ray puts its own there
-    node = {"object_store_memory": 80_000_000, "include_dashboard": False}
+    node = {"object_store_memory": 80_000_000, "memory": 8 * 10**9, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **node})
     try:
         for _ in range(2):
             cluster.add_node(wait=False, num_cpus=1, **node)
-        cluster.wait_for_nodes(120)
+        cluster.wait_for_nodes(600)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("RAY_ADDRESS", cluster.address)
             yield cluster
@@ -67,7 +69,7 @@ def nodes(environment: None) -> Iterator[Any]:
 @pytest.fixture
 def cluster(nodes: Any) -> Any:
     """As Ray sees it too: of a node that another test killed, it hears ten seconds later."""
-    nodes.wait_for_nodes(120)
+    nodes.wait_for_nodes(600)
     return nodes
 
 
@@ -84,7 +86,6 @@ def make(tiny_build: MakeBuild, data: Path) -> MakeBuild:
         made = tiny_build(cache, dtype="bfloat16", data=[data])
         return replace(
             made,
-            cache=replace(made.cache, min_free_gb=0),
             capture=replace(made.capture, batch_tokens=200),
             plan=replace(made.plan, shard_mib=0.6),
             workers=workers,
@@ -109,6 +110,7 @@ def test_a_bucket_is_filled_from_a_workspace_of_the_nodes_own(
 ) -> None:
     """Its copy of the target has other times and inodes: its content is compared."""
     caplog.set_level("INFO")
+    monkeypatch.setattr(ray_crew, "_STOP_SECONDS", 300.0)
     monkeypatch.setattr(builder, "stamp_files", lambda path: {})
     url = S3Url("caches", "by/ray")
     report = build(make(url, replace(RAY, num_workers=1)))

@@ -241,6 +241,20 @@ def test_the_same_command_goes_on_where_it_was_killed(
     assert (again, report.num_answered) == (resumed, 0)
 
 
+DIES = """
+import os, signal
+from cache_builder.__main__ import main
+from cache_builder.answer_file import AnswerFile
+append = AnswerFile.append
+def die_after_four(self, rows):
+    append(self, rows)
+    if self.path.read_bytes().count(b"\\n") >= 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+AnswerFile.append = die_after_four
+main()
+"""
+
+
 def test_sigkill_loses_no_answer_that_was_written(
     template: ChatTemplate, generator: LocalGenerator, tiny_target: Path, tmp_path: Path
 ) -> None:
@@ -251,18 +265,17 @@ def test_sigkill_loses_no_answer_that_was_written(
         f'[data]\nsources = ["{data}"]\nmax_length = 256\n'
     )
     command = [
-        *(sys.executable, "-m", "cache_builder", "regenerate", "--config", str(config)),
+        *("regenerate", "--config", str(config)),
         *(str(data), "-o", str(out), "--max-new-tokens", "12", "--batch-size", "2"),
     ]
-    process = subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.DEVNULL)
-    while not out.exists() or out.read_bytes().count(b"\n") < 4:
-        assert process.poll() is None
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    kept = out.read_bytes().split(b"\n")[:4]
+    killed = subprocess.run([sys.executable, "-c", DIES, *command], cwd=REPOSITORY)
+    assert killed.returncode == -signal.SIGKILL
+    kept = out.read_bytes()
+    assert kept.count(b"\n") == 4
+    command = [sys.executable, "-m", "cache_builder", *command]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert out.read_bytes().split(b"\n")[:4] == kept
+    assert out.read_bytes().startswith(kept)
     reference, _ = run(generator, template, data, tmp_path / "reference.jsonl")
     found = {row["id"]: row["input_ids"] for row in map(json.loads, out.read_text().splitlines())}
     assert found == {row["id"]: row["input_ids"] for row in reference}

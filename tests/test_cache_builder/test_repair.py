@@ -30,7 +30,7 @@ from shared.files import canonical_json, sha256_bytes
 from shared.layout import DESCRIPTION, HEAD, MANIFEST, PLANS, generation_key, record_key
 from shared.shard import GROUP, STATES_OBJECT
 from tests.conftest import conversations, write_jsonl
-from tests.test_shared.mutate import json_values, mutated, steady
+from tests.test_shared.mutate import json_values, mutated
 
 MakeBuild = Callable[..., BuildConfig]
 INDEX = generation_key(1, "index.safetensors")
@@ -413,7 +413,7 @@ def test_no_mutation_of_an_unpublished_record_is_a_traceback(
     path = cache / record_key(shard_id)
     fields = json.loads(path.read_text())
 
-    @settings(steady, max_examples=60)
+    @settings(max_examples=60)
     @given(st.one_of(mutated(fields), st.dictionaries(st.text(), json_values)))
     def check(tree: Any) -> None:
         path.write_text(json.dumps(tree))

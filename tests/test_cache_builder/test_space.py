@@ -32,7 +32,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if subprocess.run(command, check=False, capture_output=True).returncode:
         pytest.skip("this machine does not let root mount a file system")
     yield path
-    subprocess.run(["umount", str(path)], check=True)
+    subprocess.run(["umount", "-l", str(path)], check=True)  # a traceback may hold open files
 
 
 @pytest.mark.parametrize("preset", ["lossless", "balanced"])
@@ -138,7 +138,6 @@ def test_a_build_stops_at_the_floor_and_goes_on_when_there_is_space(
 
 def test_a_disk_that_is_full_at_once_is_one_line(tiny_build: MakeBuild, small_disk: Path) -> None:
     config = tiny_build(small_disk / "cache", preset="lossless")
-    config = replace(config, cache=replace(config.cache, min_free_gb=0))
     (small_disk / "other").write_bytes(b"\0" * (free_bytes(small_disk) - 40_000))
     with pytest.raises(OutOfSpaceError):
         build(config)

@@ -182,7 +182,7 @@ def test_answer_and_end_token_are_supervised_and_nothing_else(template: str) -> 
     assert tokens.num_straddling == 0
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(
         st.text(min_size=1, max_size=12).filter(lambda text: text.strip() and "think>" not in text),

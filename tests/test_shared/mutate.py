@@ -5,11 +5,7 @@ import struct
 from copy import deepcopy
 from typing import Any
 
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-
-steady = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-"""For machines that are busy with other things."""
 
 _leaves = (
     st.none()

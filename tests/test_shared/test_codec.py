@@ -32,7 +32,6 @@ from shared.codec import (
 )
 from shared.errors import CacheIncompatibleError, ShardCorruptError
 from tests.test_shared.made import CODECS, bits
-from tests.test_shared.mutate import steady
 
 each_codec = pytest.mark.parametrize("codec", CODECS, ids=list(PRESETS))
 LEVELS = {name: codec for name, codec in PRESETS.items() if isinstance(codec, LevelCodec)}
@@ -105,7 +104,7 @@ def test_the_error_of_levels_is_that_of_a_uniform_quantiser(step: float) -> None
     assert error.mean().abs() < 0.03 * step
 
 
-@settings(steady, max_examples=40)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**32),
     step=st.sampled_from([1 / 16, 1 / 4, 1.0]),
@@ -143,7 +142,7 @@ def test_an_outlier_survives_exactly_and_costs_its_neighbours_nothing(
     assert np.array_equal(bits(plain), bits(found))
 
 
-@settings(steady, max_examples=60)
+@settings(max_examples=60)
 @given(
     scale=st.floats(1e-3, 1e4),
     seed=st.integers(0, 2**32),
@@ -341,7 +340,7 @@ def stored_chunk(codec: Codec) -> tuple[bytes, int, np.ndarray]:
 def test_a_flipped_bit_anywhere_in_a_chunk_is_found(codec: Codec) -> None:
     data, crc, out = stored_chunk(codec)
 
-    @settings(steady, max_examples=300)
+    @settings(max_examples=300)
     @given(st.integers(0, 8 * len(data) - 1))
     def check(bit: int) -> None:
         damaged = bytearray(data)

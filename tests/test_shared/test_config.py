@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.config import build, differences, flatten, kind_of, load, to_dict
 from shared.errors import ConfigError
 from shared.location import Location
 from tests.conftest import REPOSITORY
-from tests.test_shared.mutate import steady
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,7 +342,6 @@ outers = st.builds(
 )
 
 
-@settings(steady)
 @given(outers)
 def test_what_to_dict_wrote_builds_the_same_config(config: Outer) -> None:
     plain = to_dict(config)

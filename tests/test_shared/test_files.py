@@ -31,7 +31,6 @@ from shared.files import (
     write_json,
     writing,
 )
-from tests.test_shared.mutate import steady
 
 
 def fails_with(error: BaseException) -> Callable[..., NoReturn]:
@@ -217,7 +216,7 @@ json_values = st.recursive(
 )
 
 
-@settings(steady, max_examples=40)
+@settings(max_examples=40)
 @given(value=json_values)
 def test_written_json_reads_back(tmp_path_factory: pytest.TempPathFactory, value: object) -> None:
     path = tmp_path_factory.getbasetemp() / "value.json"

@@ -25,7 +25,6 @@ from shared.layout import generation_key
 from shared.manifest import Manifest, ShardRecord, StoredFile
 from shared.shard import GROUP, INDEX_ENTRY, SMALL_ARRAYS, STATES_OBJECT
 from tests.test_shared.made import LENGTHS, make_cache, make_spec, open_shard, unpack
-from tests.test_shared.mutate import steady
 
 SHARD = "0001-00000"
 SPEC = make_spec(LevelCodec(step=1 / 16))
@@ -83,7 +82,7 @@ def test_no_forged_array_is_a_traceback(forge: tuple[Path, Forge], name: str) ->
     )
     edges = st.sampled_from([0, 1, 2, int(bounds.min), int(bounds.max)])
 
-    @settings(steady, max_examples=60)
+    @settings(max_examples=60)
     @given(st.data())
     def check(data: st.DataObject) -> None:
         changed = intact.copy()
@@ -131,7 +130,7 @@ def test_values_that_no_writer_writes_are_refused(
         open_shard(path, SPEC, write(file_of(name), encode(values)))
 
 
-@settings(steady, max_examples=100)
+@settings(max_examples=100)
 @given(
     row=st.integers(0, 19),
     field=st.sampled_from(["offset", "size"]),
@@ -181,7 +180,7 @@ def sign_index(path: Path, index: SampleIndex) -> None:
     write_json(path / "manifest.json", signed.to_dict())
 
 
-@settings(steady, max_examples=60)
+@settings(max_examples=60)
 @given(
     name=st.sampled_from(["shard", "row", "num_tokens", "source"]),
     position=st.integers(0, len(LENGTHS) - 1),

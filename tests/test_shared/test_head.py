@@ -17,7 +17,7 @@ from shared.errors import CacheError, DraftCacheError
 from shared.head import Head, Readout
 from shared.spec import CaptureSpec
 from tests.test_shared.made import bits, make_head, make_spec
-from tests.test_shared.mutate import json_values, safetensors, safetensors_files, steady
+from tests.test_shared.mutate import json_values, safetensors, safetensors_files
 
 SPEC = make_spec(LosslessCodec())
 SHAPE = (SPEC.target.vocab_size, SPEC.target.hidden_size)
@@ -111,7 +111,7 @@ def test_a_head_that_says_otherwise_than_it_is_is_refused(tied: str | None) -> N
         Head.from_bytes(save(tensors(), metadata), SPEC, "here")
 
 
-@settings(steady, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.binary(max_size=200)
     | safetensors_files(["embedding", "lm_head", "final_norm", "other"])
@@ -196,7 +196,7 @@ def test_a_readout_of_another_type_is_refused() -> None:
         Head.from_bytes(save(tensors() | {"readout": torch.zeros(2).bfloat16()}), POST, "here")
 
 
-@settings(steady, max_examples=100)
+@settings(max_examples=100)
 @given(st.text(max_size=50) | json_values.map(json.dumps))
 def test_no_readout_makes_from_bytes_fail_in_another_way(text: str) -> None:
     with pytest.raises(DraftCacheError):

@@ -19,7 +19,7 @@ from tests.test_shared.made import (
     make_states,
     open_shard,
 )
-from tests.test_shared.mutate import safetensors, safetensors_files, steady
+from tests.test_shared.mutate import safetensors, safetensors_files
 
 SPEC = make_spec(LosslessCodec())
 NAMES = [field.name for field in fields(SampleIndex)]
@@ -130,7 +130,7 @@ def test_an_array_too_many_is_refused() -> None:
         SampleIndex.from_bytes(save(arrays), "here")
 
 
-@settings(steady, max_examples=300)
+@settings(max_examples=300)
 @given(
     st.binary(max_size=200)
     | safetensors_files([*NAMES, "other"])

@@ -26,7 +26,7 @@ logging.getLogger("shared.log").info("still here")
 def test_a_fork_killed_while_it_writes_a_line_does_not_silence_its_parent() -> None:
     """tqdm's own lock is one of all processes, and a killed one never lets go of it."""
     done = subprocess.run(
-        [sys.executable, "-c", KILLED_WHILE_IT_WRITES], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", KILLED_WHILE_IT_WRITES], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     assert "still here" in done.stderr

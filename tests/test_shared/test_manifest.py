@@ -19,7 +19,7 @@ from shared.manifest import (
     Totals,
     check_shard_id,
 )
-from tests.test_shared.mutate import json_values, mutated, steady
+from tests.test_shared.mutate import json_values, mutated
 
 RECORD = ShardRecord(
     shard_id="0001-00042",
@@ -192,7 +192,7 @@ def test_storage_opens_nothing_outside_the_cache(tmp_path: Path, key: str) -> No
 
 @each
 def test_no_json_makes_from_dict_fail_in_another_way(document: Document) -> None:
-    @settings(steady, max_examples=200)
+    @settings(max_examples=200)
     @given(json_values | mutated(document.to_dict()))
     def check(fields: Any) -> None:
         try:
@@ -204,7 +204,6 @@ def test_no_json_makes_from_dict_fail_in_another_way(document: Document) -> None
     check()
 
 
-@settings(steady)
 @given(st.text())
 def test_no_text_is_a_shard_id_with_a_separator(text: str) -> None:
     try:

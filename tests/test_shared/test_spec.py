@@ -14,7 +14,7 @@ from shared.config import flatten
 from shared.errors import CacheIncompatibleError, DraftCacheError
 from shared.spec import CaptureSpec
 from tests.test_shared.made import make_cache, make_spec
-from tests.test_shared.mutate import json_values, mutated, steady
+from tests.test_shared.mutate import json_values, mutated
 
 SPEC = make_spec(LevelCodec(step=1 / 16))
 
@@ -173,7 +173,7 @@ def test_sizes_follow_from_the_spec() -> None:
     ]
 
 
-@settings(steady, max_examples=200)
+@settings(max_examples=200)
 @given(json_values | mutated(SPEC.to_dict()))
 def test_no_json_makes_from_dict_fail_in_another_way(fields: Any) -> None:
     try:
