@@ -1,7 +1,9 @@
 """Checkpoints in the background: a save never holds up a step."""
 
+import errno
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Self
@@ -31,8 +33,18 @@ class CheckpointWriter:
         num_failures: saves that have failed in a row.
     """
 
-    def __init__(self, run_dir: Path, config: CheckpointConfig) -> None:
-        """Removes what a killed process left half written, so make one per run directory."""
+    def __init__(
+        self,
+        run_dir: Path,
+        config: CheckpointConfig,
+        is_in_place: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Removes what a killed process left half written, so make one per run directory.
+
+        Args:
+            is_in_place: whether `run_dir` is still that of the run: asked by each save, which
+                otherwise would make the directory anew, or write into another's.
+        """
         for partial in listed(run_dir / CHECKPOINTS):
             if partial.suffix != ".partial":
                 continue
@@ -42,6 +54,7 @@ class CheckpointWriter:
         self.num_failures = 0
         self._run_dir = run_dir
         self._config = config
+        self._is_in_place = is_in_place
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._save: Future[None] | None = None
         self._unsaved: Snapshot | None = None
@@ -120,6 +133,9 @@ class CheckpointWriter:
     def _write(self, snapshot: Snapshot) -> None:
         started = time.perf_counter()
         try:
+            if not self._is_in_place():
+                said = "the run's directory was moved, deleted or replaced"
+                raise FileNotFoundError(errno.ENOENT, said, str(self._run_dir))
             path = save(self._run_dir, snapshot, keep=self._config.keep)
         except (OSError, DraftCacheError) as error:
             if not isinstance(error, OSError) and not isinstance(error.__cause__, OSError):

@@ -159,7 +159,7 @@ class Training:
         with (
             Loader.open(self.session, self.ranks, self.step) as loader,
             Tracker(config.run.path, config.tracking, flat, logged) as tracker,
-            CheckpointWriter(config.run.path, config.checkpoint) as writer,
+            CheckpointWriter(config.run.path, config.checkpoint, tracker.is_in_place) as writer,
             tqdm(total=config.train.steps, initial=logged, unit="step", disable=None) as bar,
         ):
             batches = iter(loader)

@@ -40,8 +40,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of the compiler, on its own
 
 
 @pytest.fixture(autouse=True)
-def no_graphs() -> None:
+def no_graphs(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in this process nor on disk, where a user's processes share what they compile."""
     torch._dynamo.reset()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
 
 
 def drafter() -> Drafter:

@@ -51,7 +51,8 @@ def measure(config: TrainConfig, pipe: Connection) -> None:
     torch.optim.AdamW([warm], fused=True).step()
     run = Training(config)
     run.train()
-    pipe.send((run.footprint.on(CPU), run.meter.peak, str(run.footprint)))
+    parts = run.footprint
+    pipe.send((parts.on(CPU), parts.libraries, run.meter.peak, str(parts)))
 
 
 @pytest.mark.slow
@@ -91,11 +92,13 @@ def test_the_estimate_is_within_a_fifth_of_the_peak(
     process = context.Process(target=measure, args=(config, theirs))
     process.start()
     theirs.close()
-    assert ours.poll(120)
-    expected, measured, parts = ours.recv()
+    assert ours.poll(600)
+    expected, libraries, measured, parts = ours.recv()
     process.join(60)
     assert expected > 80e6
-    assert 0.8 < expected / measured < 1.2, f"{expected:,} expected, {measured:,} taken: {parts}"
+    # Libraries hold that much on a CPU with bfloat16 units; on others less, or nothing.
+    assert 0.8 * measured < expected, f"{expected:,} expected, {measured:,} taken: {parts}"
+    assert expected - libraries < 1.2 * measured, f"{expected:,}, {measured:,} taken: {parts}"
 
 
 @pytest.mark.parametrize(
@@ -162,12 +165,12 @@ def test_the_peak_is_logged_with_every_step(
 def test_the_peak_holds_what_was_freed_again() -> None:
     meter = footprint.Meter(CPU)
     # Not by a tensor: a heap that holds what other tests have freed would have room for it.
-    with mmap.mmap(-1, 64_000_000, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as taken:
+    with mmap.mmap(-1, 256_000_000, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as taken:
         for page in range(0, len(taken), mmap.PAGESIZE):
             taken[page] = 1
     peak = meter.read()
     assert peak is not None
-    assert peak > 60e6
+    assert peak > 240e6  # but for what each core has not told yet
 
 
 def test_a_peak_is_never_below_what_was_in_use_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tests.conftest import REPOSITORY
+from tests.test_trainer.test_loss import exact
 from trainer import config as training
 from trainer import liger
 from trainer.config import TrainConfig
@@ -48,9 +49,9 @@ def interpreted() -> Iterator[Callable[..., Any]]:
 def losses(vocab_size: int, dtype: torch.dtype, device: torch.device) -> list[list[Tensor]]:
     """Fields and gradient of the loss by torch and by Liger; some logits equal, some huge."""
     generator = torch.Generator().manual_seed(0)
-    hidden_AKD = torch.randn(7, 5, 8, generator=generator).to(device)
+    hidden_AKD = exact(torch.randn(7, 5, 8, generator=generator)).to(device)
     hidden_AKD[2] *= 60
-    lm_head_VD = torch.randn(vocab_size, 8, generator=generator).to(device, dtype)
+    lm_head_VD = exact(torch.randn(vocab_size, 8, generator=generator)).to(device, dtype)
     lm_head_VD[1::2] = lm_head_VD[: vocab_size - vocab_size % 2 : 2]
     label_AK = torch.randint(vocab_size, (7, 5), generator=generator).to(device)
     supervised_AK = (torch.rand(7, 5, generator=generator) < 0.7).to(device)

@@ -33,6 +33,9 @@ from trainer.loader import Loader
 from trainer.recipe import AnchorConfig
 from trainer.sampler import PlannedBatch, iterate
 
+SECONDS = 600
+"""What is waited for at most."""
+
 SAMPLER = SamplerConfig(tokens_per_batch=512, num_buckets=3)
 
 
@@ -141,7 +144,7 @@ class Gate:
                 self.num_reads += 1
                 self.num_held += held
             if held:
-                assert self._open.wait(60)
+                assert self._open.wait(SECONDS)
             return original(cache, position)
 
         monkeypatch.setattr(Cache, "read", read)
@@ -162,7 +165,7 @@ def open_loader(cache: Caches, stream: Iterable[PlannedBatch], threads: int, que
 
 
 def wait_until(condition: Callable[[], bool], message: str) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + SECONDS
     while not condition():
         assert time.monotonic() < deadline, message
         time.sleep(0.005)
@@ -181,8 +184,9 @@ def drain(loader: Loader, batches: list[Batch]) -> None:
         batches.append(batch)
 
 
-def loader_threads() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name.startswith("loader")]
+def is_alive(loader: Loader) -> bool:
+    """Whether any of its threads is."""
+    return any(thread.is_alive() for thread in loader._pool._threads)
 
 
 def test_a_slow_sample_holds_up_its_own_batch_only(
@@ -326,9 +330,9 @@ def test_processes_that_are_forked_or_spawned_read_the_same(tiny_cache: Path, me
         process.start()
         theirs.close()
         rest = list(batches)  # both read at the same time
-        assert ours.poll(120)
+        assert ours.poll(SECONDS)
         found = ours.recv()
-        process.join(60)
+        process.join(SECONDS)
         assert process.exitcode == 0
     assert digest(first + rest) == expected
     if method == "fork":
@@ -369,7 +373,7 @@ def test_ctrl_c_ends_the_loader_at_once_and_leaves_no_thread(
     finally:
         signal.signal(signal.SIGINT, before)
     helper.join()
-    assert not loader_threads()
+    assert not is_alive(loader)
     assert gate.num_reads == 2
 
 
@@ -408,7 +412,7 @@ def test_the_death_of_a_worker_ends_the_loader_and_names_the_sample(
     text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
     assert re.search(said.format(cache.index.sample_id(4)), text)
     assert [b.sample_ids for b in batches] == [(cache.index.sample_id(n),) for n in range(4)]
-    assert not loader_threads()
+    assert not is_alive(loader)
 
 
 def test_the_queue_is_bounded(tiny_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

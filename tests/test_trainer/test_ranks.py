@@ -18,7 +18,7 @@ import torch
 from shared import config as configs
 from shared.errors import ConfigError, RunError
 from tests.conftest import REPOSITORY
-from tests.test_trainer.test_train import final_weights, metrics
+from tests.test_trainer.test_train import final_weights, metrics, num_lines
 from trainer import config as training
 from trainer.config import TrainConfig
 from trainer.loader import Loader, LoaderStats
@@ -33,7 +33,9 @@ pytestmark = pytest.mark.slow
 MakeTrain = Callable[..., TrainConfig]
 Start = Callable[[TrainConfig], "subprocess.Popen[str]"]
 
-SECONDS = 120
+SECONDS = 600
+"""What is waited for at most; a busy machine takes its time to import torch twice."""
+
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
 
@@ -177,15 +179,23 @@ def test_no_thread_of_the_group_outlives_it(tmp_path: Path) -> None:
     """One that frees a tensor while the interpreter ends aborts the process."""
     script = tmp_path / "script.py"
     script.write_text(
+        "import contextlib, time\n"
         "from pathlib import Path\n"
         "from trainer.ranks import join\n"
         "def threads():\n"
-        "    return [p.read_text() for p in Path('/proc/self/task').glob('*/comm')]\n"
+        "    found = []\n"
+        "    for path in Path('/proc/self/task').glob('*/comm'):\n"
+        "        with contextlib.suppress(OSError):\n"  # it has ended meanwhile
+        "            found.append(path.read_text())\n"
+        "    return [name for name in found if 'gloo' in name]\n"
         "with join('cpu') as ranks:\n"
         "    import torch._dynamo\n"
         "    assert ranks.gather(ranks.rank) == [0, 1]\n"
-        "    assert any('gloo' in name for name in threads())\n"
-        "assert not any('gloo' in name for name in threads()), threads()\n"
+        "    assert threads()\n"
+        "deadline = time.monotonic() + 60\n"  # Linux lists one for a while after it was joined
+        "while threads():\n"
+        "    assert time.monotonic() < deadline, threads()\n"
+        "    time.sleep(0.01)\n"
     )
     done = subprocess.run(
         [*LAUNCHER, "--nproc-per-node=2", str(script)],
@@ -300,7 +310,7 @@ def test_when_a_rank_is_killed_the_run_ends_and_goes_on_from_what_is_saved(
 def wait_for_steps(process: "subprocess.Popen[str]", run: Path, count: int) -> list[int]:
     """The ranks' process ids, by rank, once so many steps are logged."""
     deadline = time.monotonic() + SECONDS
-    while not (run / "metrics.jsonl").exists() or len(metrics(run)) < count:
+    while num_lines(run) < count:
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -310,14 +320,13 @@ def wait_for_steps(process: "subprocess.Popen[str]", run: Path, count: int) -> l
 
 
 def ranks_of(process: "subprocess.Popen[str]") -> list[int]:
-    """Process ids of the ranks, in the order in which they were started."""
-    try:
-        found = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        children = sorted(int(child) for child in found)
-        lines = {child: Path(f"/proc/{child}/cmdline").read_bytes() for child in children}
-    except FileNotFoundError:
-        return []
-    return [child for child, line in lines.items() if b"trainer" in line]
+    """Process ids of the ranks, by rank, as torchrun told it to each."""
+    found = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    ranks = {}
+    for child in found:
+        given = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+        ranks |= {int(each[5:]): int(child) for each in given if each.startswith(b"RANK=")}
+    return [ranks[rank] for rank in sorted(ranks)]
 
 
 def test_shares_that_are_not_equal_are_refused(

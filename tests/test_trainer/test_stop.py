@@ -23,7 +23,8 @@ from trainer.learner import Learner
 from trainer.train import train
 
 MakeTrain = Callable[..., TrainConfig]
-STEPS = 30
+SECONDS = 600
+"""What is waited for at most; a busy machine takes its time to import torch."""
 
 CONFIG = """
 [run]
@@ -67,7 +68,7 @@ def command_line(config: Path, stderr: Path, pause_step: int | None, pause: Path
     def pausing(self: Learner, batches: Any) -> Any:
         if self.step + 1 == pause_step:
             pause.with_suffix(".reached").touch()
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + SECONDS
             while not pause.exists() and time.monotonic() < deadline:
                 time.sleep(0.01)
         return train_step(self, batches)
@@ -98,7 +99,7 @@ class Command:
         return process
 
     def finish(self, process: BaseProcess) -> int | None:
-        process.join(60)
+        process.join(SECONDS)
         return process.exitcode
 
     def stderr(self) -> str:
@@ -106,7 +107,7 @@ class Command:
 
 
 def until(condition: Callable[[], Any], process: BaseProcess) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + SECONDS
     while not condition():
         assert process.is_alive()
         assert time.monotonic() < deadline

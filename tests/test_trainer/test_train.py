@@ -1,5 +1,6 @@
 """A run does what its configuration says, can be killed at any moment, and refuses to lie."""
 
+import itertools
 import json
 import math
 import multiprocessing
@@ -9,11 +10,14 @@ import re
 import resource
 import shutil
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -23,7 +27,7 @@ import torch
 from shared.cache import Cache
 from shared.errors import CacheError, ConfigError, DraftCacheError, NonFiniteError, RunError
 from tests.test_cache_builder.stored import Killer
-from trainer import announce, learner
+from trainer import announce, checkpoint_writer, learner
 from trainer import config as training
 from trainer.checkpoint import load, newest_valid
 from trainer.checkpoint_writer import CheckpointWriter
@@ -143,11 +147,12 @@ def test_the_configured_recipe_is_on_the_live_objects(
     assert weights[0, 0] == 0.0
     assert weights[0, 1] == 1.0
     assert weights[0, 15].item() == pytest.approx(0.1353, abs=1e-4)  # gamma 7 at block 16
-    batches = iter(Loader.open(run.session, run.ranks, run.step))
     rates = []
-    for _ in range(4):
-        rates.append(run.learner.train_step(batches)["train/lr"])
-        assert {group["lr"] for group in run.learner.optimizer.param_groups} == {rates[-1]}
+    with Loader.open(run.session, run.ranks, run.step) as loader:
+        batches = iter(loader)
+        for _ in range(4):
+            rates.append(run.learner.train_step(batches)["train/lr"])
+            assert {group["lr"] for group in run.learner.optimizer.param_groups} == {rates[-1]}
     assert rates[:2] == [3e-4, 6e-4]  # 4 % of 50 steps
     assert rates[1] > rates[2] > rates[3]
 
@@ -277,6 +282,38 @@ def test_memory_that_is_full_in_an_update_is_one_line_and_nothing_half_done_is_s
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4]
 
 
+def train_and_die(config: TrainConfig, event: int, seconds: float) -> None:
+    """Train, and be killed in the second save from here at this event, which are counted from 1;
+    at 0 so many seconds after its begin, wherever that is."""
+    saves, save, train_step = itertools.count(1), checkpoint_writer.save, learner.Learner.train_step
+    left, may_begin = [event], threading.Semaphore(3)
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def hook(name: str, _: object) -> None:
+        if name in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"):
+            left[0] -= threading.current_thread().name.startswith("checkpoint")
+            if left[0] == 0:
+                die()
+
+    def killed(*given: Any, **options: Any) -> Path:
+        if next(saves) == 2:
+            learner.Learner.train_step = limited  # type: ignore[method-assign]
+            if event:
+                sys.addaudithook(hook)
+            else:
+                threading.Timer(seconds, die).start()
+        return save(*given, **options)
+
+    def limited(self: learner.Learner, batches: Any) -> dict[str, Any]:
+        may_begin.acquire()  # a fast machine must not be done before it is killed
+        return train_step(self, batches)
+
+    checkpoint_writer.save = killed
+    train(config)
+
+
 def test_killed_at_random_moments_a_run_learns_the_same(
     tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path
 ) -> None:
@@ -284,39 +321,26 @@ def test_killed_at_random_moments_a_run_learns_the_same(
     the lines of the metrics are those of an undisturbed run."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["trainer.train"])
-    straight = tiny_train(tmp_path / "straight", tiny_cache, steps=120)
-    process = context.Process(target=train, args=(straight,))
-    process.start()
-    process.join(120)
-    assert process.exitcode == 0
 
+    def ends(target: Callable[..., object], *arguments: object) -> int | None:
+        process = context.Process(target=target, args=arguments)
+        process.start()
+        process.join()
+        return process.exitcode
+
+    straight = tiny_train(tmp_path / "straight", tiny_cache, steps=120)
+    assert ends(train, straight) == 0
     rng = random.Random(0)
     config = replace(straight, run=training.RunConfig(path=tmp_path / "killed"))
-    seen, num_torn, resumed_at = 0, 0, set()
+    num_torn, resumed_at = 0, set()
     for number in range(20):
-        process = context.Process(target=train, args=(config,))
-        process.start()
-        due = seen + rng.randint(1, 4)  # by steps, since time passes differently under load
-        while process.is_alive() and (seen := num_lines(tmp_path / "killed")) < due:
-            time.sleep(0.002)
-        if number % 2:
-            while process.is_alive() and not half_saved(tmp_path / "killed"):
-                pass
-        else:
-            until = time.monotonic() + rng.uniform(0, 0.05)
-            while time.monotonic() < until and num_lines(tmp_path / "killed") < due + 2:
-                pass  # a fast machine would be done before the last kill
-        assert process.is_alive()
-        os.kill(process.pid or 0, signal.SIGKILL)
-        process.join()
+        event, seconds = rng.randint(3, 14) * (number % 2), rng.uniform(0, 0.05)
+        assert ends(train_and_die, config, event, seconds) == -signal.SIGKILL
         num_torn += bool(half_saved(tmp_path / "killed"))
         resumed_at.add(newest_valid(tmp_path / "killed"))
     assert num_torn > 4
-    assert len(resumed_at) > 10
-    process = context.Process(target=train, args=(config,))
-    process.start()
-    process.join(120)
-    assert process.exitcode == 0
+    assert len(resumed_at) == 20
+    assert ends(train, config) == 0
     assert learned(tmp_path / "killed") == learned(tmp_path / "straight")
     assert not half_saved(tmp_path / "killed")
     left, right = final_weights(tmp_path / "killed"), final_weights(tmp_path / "straight")
@@ -561,8 +585,11 @@ def test_a_mask_token_that_occurs_in_the_text_stops_the_run(
     assert cache.read(ids.index(sample_id)).token_ids[place] == letter
     monkeypatch.setattr("trainer.session._MASK_SHARDS", 0)
     run = Training(config)
-    with pytest.raises(ConfigError, match=f"mask_token_id {letter} occurs in the text"):
-        run.learner.train_step(iter(Loader.open(run.session, run.ranks, run.step)))
+    with (
+        Loader.open(run.session, run.ranks, run.step) as loader,
+        pytest.raises(ConfigError, match=f"mask_token_id {letter} occurs in the text"),
+    ):
+        run.learner.train_step(iter(loader))
 
 
 def test_samples_that_hold_the_mask_token_can_be_left_out(
@@ -663,28 +690,47 @@ def test_a_second_trainer_on_a_run_is_refused(
     train(tiny_train(tmp_path, tiny_cache, steps=1))
 
 
+@pytest.mark.parametrize("is_saved", [True, False])
 @pytest.mark.parametrize("what", ["moved", "replaced"])
 def test_a_run_whose_directory_goes_ends_and_leaves_alone_what_comes_there(
-    tiny_train: MakeTrain, tiny_cache: Path, tmp_path: Path, what: str
+    tiny_train: MakeTrain,
+    tiny_cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    what: str,
+    is_saved: bool,
 ) -> None:
-    """It went on to its end with exit code 0, its metrics in a file that nobody can open."""
+    """It went on to its end with exit code 0, its metrics in a file that nobody can open. The save
+    of step 2 is done before that, or its thread comes to it only then."""
     path, moved = tmp_path / "run", tmp_path / "moved"
     config = tiny_train(path, tiny_cache, steps=6)
+    write, is_written, is_moved = CheckpointWriter._write, threading.Event(), threading.Event()
+
+    def waiting(self: CheckpointWriter, snapshot: Snapshot) -> None:
+        assert is_saved or is_moved.wait(600)
+        write(self, snapshot)
+        is_written.set()
+
+    monkeypatch.setattr(CheckpointWriter, "_write", waiting)
     with Run(path).locked():
         run = Training(config)
         train_step = run.learner.train_step
 
         def moving(batches: Any) -> dict[str, Any]:
             if run.step == 3:
+                assert not is_saved or is_written.wait(600)
                 path.rename(moved)
                 if what == "replaced":
                     (path / "checkpoints").mkdir(parents=True)
                     (path / "metrics.jsonl").write_text("of another run\n")
+                is_moved.set()
             return train_step(batches)
 
         run.learner.train_step = moving  # type: ignore[method-assign]
         with pytest.raises(RunError, match=r"moved, deleted or replaced.* after 2 are not saved"):
             run.train()
+    assert ("checkpoint of step 2 was not written" in caplog.text) is not is_saved
     if what == "replaced":
         assert (path / "metrics.jsonl").read_text() == "of another run\n"
         assert list((path / "checkpoints").iterdir()) == []
@@ -921,15 +967,17 @@ def test_the_time_left_is_by_all_steps_so_far_and_not_by_the_last(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Steps of short and long samples take turns: by one of them the time would jump."""
-    train_step = learner.Learner.train_step
+    train_step, now = learner.Learner.train_step, [0.0]
 
     def uneven(self: learner.Learner, batches: Any) -> Any:
-        time.sleep(2 if self.step == 0 else 0)
+        now[0] += 2 if self.step == 0 else 0
         return train_step(self, batches)
 
     monkeypatch.setattr(learner.Learner, "train_step", uneven)
-    monkeypatch.setattr("trainer.train.LINE_SECONDS", 0.0)
+    clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
+    monkeypatch.setattr("trainer.train.time", clock)
+    monkeypatch.setattr("trainer.train.LINE_SECONDS", -1.0)
     with caplog.at_level("INFO"):
         train(tiny_train(tmp_path, tiny_cache, steps=20))
     [line] = re.findall(r"step 2 of 20: .* about (\d+) s left", caplog.text)
-    assert int(line) >= 18  # 18 steps of a second or more each
+    assert int(line) == 18  # 18 steps of a second each
