@@ -105,12 +105,12 @@ def test_a_plan_keeps_few_bytes_of_a_row(tiny_target: Path, tmp_path: Path) -> N
     try:
         for sample in corpus:
             writer.add(sample)
-        del sample
-        gc.collect()
-        used, _ = tracemalloc.get_traced_memory()
+            if len(writer) == num_rows:  # at the end of the loop, the corpus forgets its ids
+                gc.collect()
+                used, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     writer.discard()
     assert len(writer) == num_rows
-    fixed = 65_536 * (8 + 57) + 200_000  # parts of the set of ids; whatever libraries keep
-    assert used - fixed < 75 * num_rows
+    # Of a row 46, as measured, and 116 of the set of ids, whose parts do not become more.
+    assert used < 190 * num_rows

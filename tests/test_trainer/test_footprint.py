@@ -96,31 +96,40 @@ def test_the_estimate_is_within_a_fifth_of_the_peak(
     expected, libraries, measured, parts = ours.recv()
     process.join(60)
     assert expected > 80e6
-    # Libraries hold that much on a CPU with bfloat16 units; on others less, or nothing.
+    # Most of what libraries hold is loaded already, and the vocabulary is tiny.
     assert 0.8 * measured < expected, f"{expected:,} expected, {measured:,} taken: {parts}"
     assert expected - libraries < 1.2 * measured, f"{expected:,}, {measured:,} taken: {parts}"
 
 
 @pytest.mark.parametrize(
-    ("tokens", "steps", "others", "taken"),
+    ("dtype", "tokens", "steps", "others", "taken"),
     [
-        pytest.param(1024, 20, 435, 785, id="demo, young"),
-        pytest.param(1024, 600, 435, 1088, id="demo"),
-        pytest.param(1024, 24, 386, 638, id="projected, young, one thread"),
-        pytest.param(512, 20, 345, 497, id="projected, short rows, young"),
-        pytest.param(512, 600, 345, 768, id="projected, short rows"),
-        pytest.param(512, 600, 395, 873, id="lossless, short rows"),
-        pytest.param(1024, 200, 995, 1450, id="vocabulary of 262,144"),
-        pytest.param(1024, 20, 438, 888, id="earlier release, young"),
-        pytest.param(1024, 600, 382, 1330, id="earlier release"),
+        pytest.param("bfloat16", 1024, 20, 435, 785, id="demo, young"),
+        pytest.param("bfloat16", 1024, 600, 435, 1088, id="demo"),
+        pytest.param("bfloat16", 1024, 24, 386, 638, id="projected, young, one thread"),
+        pytest.param("bfloat16", 512, 20, 345, 497, id="projected, short rows, young"),
+        pytest.param("bfloat16", 512, 600, 345, 768, id="projected, short rows"),
+        pytest.param("bfloat16", 512, 600, 395, 873, id="lossless, short rows"),
+        pytest.param("bfloat16", 1024, 200, 995, 1450, id="vocabulary of 262,144"),
+        pytest.param("bfloat16", 1024, 20, 438, 888, id="earlier release, young"),
+        pytest.param("bfloat16", 1024, 600, 382, 1330, id="earlier release"),
+        pytest.param("float32", 512, 30, 527, 704, id="float32, short rows"),
+        pytest.param("float32", 1024, 60, 616, 833, id="float32"),
+        pytest.param("float32", 2048, 30, 812, 1120, id="float32, long rows"),
     ],
 )
 def test_what_libraries_hold_is_within_a_fifth_of_what_real_runs_took(
-    tokens: int, steps: int, others: int, taken: int, tiny_cache: Path, tiny_train: MakeTrain
+    dtype: str,
+    tokens: int,
+    steps: int,
+    others: int,
+    taken: int,
+    tiny_cache: Path,
+    tiny_train: MakeTrain,
 ) -> None:
     """MB: `others` is what the estimate says of all the rest, `taken` the peak that was measured,
     on a CPU with bfloat16 units."""
-    config = shaped(tiny_train(Path("run"), tiny_cache, steps=steps), dtype="bfloat16")
+    config = shaped(tiny_train(Path("run"), tiny_cache, steps=steps), dtype=dtype)
     batch = footprint.BatchSize(num_tokens=tokens, num_anchors=1, longest=1, mean_tokens=1)
     parts = footprint.estimate(
         config,
