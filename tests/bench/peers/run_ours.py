@@ -34,7 +34,7 @@ def main() -> None:
             cache=CacheConfig(path=Path(settings["data"]), heldout_fraction=0.0),
             sampler=SamplerConfig(tokens_per_batch=settings["tokens"]),
             drafter=DrafterConfig(**settings["drafter"]),
-            train=StepConfig(steps=settings["steps"], device="cpu"),
+            train=StepConfig(steps=settings["steps"], device="cpu", compute_dtype="bfloat16"),
             anchors=AnchorConfig(per_sample=settings["anchors"]),
             loss=LossConfig(kind="decay", gamma=settings["gamma"]),
             optimizer=OptimizerConfig(lr=settings["lr"]),
