@@ -41,7 +41,7 @@ tokens after 20 and 600: 497, and 741 to 873 (by the cache), where 579, and 837 
 _FLOAT_BYTES_PER_ROOT_TOKEN = 7e6
 """The same of float32, whose products have no kernels for each shape: nothing grows after the first
 steps. Taken by rows of 512, 1,024 and 2,048 tokens: 704, 833 and 1,120 MB, where 685, 840 and 1,129
-are expected."""
+are expected, and 865 of 1,024 after 600 steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
