@@ -49,7 +49,7 @@ def restore_description(config: BuildConfig, plans: Sequence[Plan], error: Cache
     manifest = restore_manifest(path)
     if manifest is None or not plans:
         raise error
-    # There is a cache, other than a file that is missing says.
+    # `error` of a missing file says that there is no cache; the manifest says that there is one.
     what = f"{path}/{DESCRIPTION}: missing." if isinstance(error, CacheNotFoundError) else error
     if any("imported_from" in plan.description["report"] for plan in plans):
         raise CacheError(

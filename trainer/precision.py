@@ -1,5 +1,6 @@
 """The type of the matrix products: bfloat16 where the device has units for it, else float32."""
 
+import logging
 import platform
 from dataclasses import replace
 from typing import Literal
@@ -8,6 +9,8 @@ import torch
 
 from trainer.config import TrainConfig
 
+logger = logging.getLogger(__name__)
+
 
 def with_compute_dtype(config: TrainConfig, device: torch.device) -> TrainConfig:
     """`config` with the type that `train.compute_dtype = "auto"` means on `device`."""
@@ -15,6 +18,12 @@ def with_compute_dtype(config: TrainConfig, device: torch.device) -> TrainConfig
         return config
     taken: Literal["bfloat16", "float32"]
     taken = "bfloat16" if has_bfloat16_units(device) else "float32"
+    logger.info(
+        "train.compute_dtype 'auto' takes %s: %s %s units for bfloat16",
+        taken,
+        device,
+        "has" if taken == "bfloat16" else "has no",
+    )
     return replace(config, train=replace(config.train, compute_dtype=taken))
 
 

@@ -96,9 +96,12 @@ def test_the_estimate_is_within_a_fifth_of_the_peak(
     expected, libraries, measured, parts = ours.recv()
     process.join(60)
     assert expected > 80e6
-    # Most of what libraries hold is loaded already, and the vocabulary is tiny.
-    assert 0.8 * measured < expected, f"{expected:,} expected, {measured:,} taken: {parts}"
-    assert expected - libraries < 1.2 * measured, f"{expected:,}, {measured:,} taken: {parts}"
+    # In float32 what libraries hold is loaded already, and the vocabulary is tiny. In bfloat16 they
+    # add kernels for each shape, where the CPU has units for it.
+    counted = expected - libraries
+    most = expected if shape.get("dtype") == "bfloat16" else counted
+    assert 0.8 * measured < most, f"{expected:,} expected, {measured:,} taken: {parts}"
+    assert counted < 1.2 * measured, f"{expected:,} expected, {measured:,} taken: {parts}"
 
 
 @pytest.mark.parametrize(

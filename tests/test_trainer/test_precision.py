@@ -55,6 +55,7 @@ def test_a_run_keeps_the_type_that_it_took(
     tiny_cache: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
     has_units: bool,
     taken: str,
 ) -> None:
@@ -62,7 +63,9 @@ def test_a_run_keeps_the_type_that_it_took(
     config = tiny_train(tmp_path, tiny_cache, train=StepConfig(steps=2, device="cpu"))
     assert config.train.compute_dtype == "auto"
     monkeypatch.setattr(precision, "has_bfloat16_units", lambda device: has_units)
+    caplog.set_level("INFO")
     train(config)
+    assert f"train.compute_dtype 'auto' takes {taken}: cpu has" in caplog.text
     run = Run(tmp_path)
     assert run.config().train.compute_dtype == taken
     dtype = getattr(torch, taken)
