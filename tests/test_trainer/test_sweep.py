@@ -215,8 +215,9 @@ class Scripted:
     Each look at it advances by one evaluation.
     """
 
-    def __init__(self, script: dict[str, Any], run: Run) -> None:
+    def __init__(self, script: dict[str, Any], run: Run, environment: Mapping[str, str]) -> None:
         self._script, self._run = script, run
+        self.environment = environment
         self._pending = list(script["taus"])
         self._code: int | None = None
         self.traffic = Traffic(100, 0, 10)
@@ -253,8 +254,9 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[dict[str, Any]]]
     def install(scripts: list[dict[str, Any]]) -> list[Scripted]:
         started: list[Scripted] = []
 
-        def start(arguments: Sequence[str], log: Path, _: Mapping[str, str]) -> Scripted:
-            started.append(Scripted(scripts[len(started)], Run(log.with_suffix(""))))
+        def start(arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> Scripted:
+            run = Run(log.with_suffix(""))
+            started.append(Scripted(scripts[len(started)], run, environment))
             return started[-1]
 
         monkeypatch.setattr(sweep_module, "TrialProcess", start)
@@ -565,6 +567,34 @@ def test_devices_that_no_job_takes_are_named(
     assert "sweep.devices" not in caplog.text
     search(tmp_path / "one", given)
     assert "sweep.devices: cpu:1, cpu:2 stay idle, since sweep.jobs is 1" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("jobs", "given", "expected"),
+    [
+        pytest.param(3, None, "2", id="shared"),
+        pytest.param(9, None, "1", id="more-jobs-than-cores"),
+        pytest.param(3, "5", "5", id="somebody-shared-them"),
+        pytest.param(1, None, None, id="one-has-all"),
+    ],
+)
+def test_jobs_share_the_cores(
+    files: Callable[..., tuple[Path, Path]],
+    scripted: Callable[[list[dict[str, Any]]], list[Scripted]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    jobs: int,
+    given: str | None,
+    expected: str | None,
+) -> None:
+    monkeypatch.setattr(sweep_module, "num_cores", lambda: 7)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    processes = scripted([{"taus": [(0, 1.0), (4, 1.6)]}])
+    search(tmp_path / "out", files("trials = 1", LR), jobs=jobs)
+    (process,) = processes
+    assert process.environment.get("OMP_NUM_THREADS") == expected
 
 
 def test_a_directory_of_something_else_is_left_alone(
